@@ -1,0 +1,1 @@
+"""MegaTrain: full-parameter training of language models that do not fit in VRAM."""

@@ -1,0 +1,1 @@
+"""Rows in, packed token batches out."""

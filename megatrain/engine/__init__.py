@@ -1,0 +1,1 @@
+"""The streaming engine: tiers, streams, schedule, optimizer, trainer, checkpoint."""

@@ -1,0 +1,1 @@
+"""HF model -> blocks: inspection, templates, attention, loss, weights in and out."""

@@ -1,0 +1,1 @@
+"""Run folders, the worker process, and the supervisor that starts and finds workers."""

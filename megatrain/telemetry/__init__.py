@@ -1,0 +1,1 @@
+"""Readings of GPUs (NVML), host (psutil), and the sampler thread."""

@@ -1,0 +1,1 @@
+"""Every word the user reads, one module per language."""
