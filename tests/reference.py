@@ -95,10 +95,24 @@ def documents(batch: PackedBatch, pack: int) -> list[slice]:
 
 
 def logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Logits [P, S, V] fp32. Documents are told apart by `position_ids`: transformers does so when no mask is given."""
-    device = next(model.parameters()).device
-    ids, positions = (torch.from_numpy(array).to(device) for array in (batch.input_ids, batch.position_ids))
-    return model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits.float()
+    """Logits [P, S, V] fp32. transformers tells documents apart by `position_ids` when no mask is given; only gpt_oss
+    does not hand them to its mask, so it is given masks per layer type."""
+    first = next(model.parameters())
+    ids, positions = (torch.from_numpy(array).to(first.device) for array in (batch.input_ids, batch.position_ids))
+    mask = None
+    if model.config.model_type == "gpt_oss":
+        windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
+        mask = {kind: document_mask(positions, window, first.dtype) for kind, window in windows.items()}
+    return model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits.float()
+
+
+def document_mask(positions: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[P, 1, S, S], added to attention scores: 0 where a query may see a key of its own document, else the lowest number."""
+    document = (positions == 0).cumsum(-1)
+    distance = torch.arange(positions.shape[1], device=positions.device)
+    distance = distance[:, None] - distance[None, :]
+    seen = (document[:, :, None] == document[:, None, :]) & (distance >= 0) & (distance < (window or positions.shape[1]))
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
 
 def loss_sum(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
