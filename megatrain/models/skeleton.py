@@ -9,6 +9,7 @@ What this cannot describe is refused by name. T: tokens, D: hidden size, V: voca
 import contextlib
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +135,7 @@ class Skeleton:
         self._recording: Recording | None = None
         self._final_hidden: torch.Tensor | None = None
         self._returns_tuple = False
+        self._own_masks = "no"  # no: the model derives them from positions; one mask; or one per layer type
         self._refuse_sharing_layers()
         self._names = {id(p): name for name, p in self.model.named_parameters()}  # first name of each parameter
         self._outer: list[tuple[nn.Module, str, str]] = []  # (module, attribute, canonical name), each registration
@@ -193,18 +195,19 @@ class Skeleton:
         return reached
 
     def _trial_recording(self) -> Recording:
-        """Record two tokens; finds out whether this model's layers return tensors or tuples."""
-        ids = torch.zeros(1, 2, dtype=torch.long)
-        for self._returns_tuple in (False, True):
+        """Record a pack of two documents; finds out what this model's layers return and how it takes documents apart."""
+        ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
+        for self._returns_tuple, self._own_masks in itertools.product((False, True), ("no", "per layer type", "one")):
             try:
-                recording = self.record(ids, torch.arange(2)[None])
-            except (AttributeError, TypeError, IndexError, ValueError, RuntimeError):
-                if self._returns_tuple:
-                    raise
+                recording = self.record(ids, positions)
+            except (AttributeError, TypeError, IndexError, ValueError, RuntimeError, KeyError, NotImplementedError):
                 continue
-            if len(recording.calls) == len(self.layers):
+            if all(_keeps_documents_apart(call) for call in recording.calls):
                 return recording
-        raise UnsupportedModelError(f"{type(self.model).__name__}: its layers are not called once each, in order, on hidden states.")
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__}: its layers are not called once each, in order, on hidden states,"
+            " or attention would cross the documents of a pack."
+        )
 
     def _lay_out_blocks(self) -> list[BlockLayout]:
         params = self._meta_params
@@ -306,6 +309,8 @@ class Skeleton:
         inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if self._accepts_positions:
             inputs["position_ids"] = position_ids
+        if self._own_masks != "no":
+            inputs["attention_mask"] = self._masks(position_ids)
         try:
             self.model(**inputs)
         except _Recorded:
@@ -313,6 +318,14 @@ class Skeleton:
         finally:
             self._recording = None
         raise UnsupportedModelError(f"{type(self.model).__name__}: its forward does not reach the last layer.")
+
+    def _masks(self, position_ids: torch.Tensor) -> Any:
+        """Masks for a model whose forward does not derive them from restarting positions."""
+        if self._own_masks == "one":
+            return document_mask(position_ids, None, self.compute_dtype)
+        window = self.config.sliding_window
+        windows = {"full_attention": None, "sliding_attention": window}
+        return {kind: document_mask(position_ids, windows[kind], self.compute_dtype) for kind in set(self.config.layer_types)}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, T, D] final hidden states -> [T, V] logits by the model's own norm, head and scaling.
@@ -329,6 +342,27 @@ class Skeleton:
             return self.model(**inputs).logits[:, 0]
         finally:
             self._final_hidden = None
+
+
+def document_mask(position_ids: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[P, 1, S, S], added to attention scores: 0 where a query may see a key of its own document, else the lowest number.
+
+    position_ids: [P, S], restarting at 0 with each document. window: tokens that a query sees, itself included.
+    """
+    document = (position_ids == 0).cumsum(-1)
+    place = torch.arange(position_ids.shape[1], device=position_ids.device)
+    distance = place[:, None] - place[None, :]
+    seen = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+    if window is not None:
+        seen &= distance < window
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def _keeps_documents_apart(call: LayerCall) -> bool:
+    """Whether the recorded masks of two documents of two tokens hide the first from the second."""
+    masks = [m for m in _tensors((call.args, call.kwargs)) if m.ndim == 4 and m.shape[-2:] == (4, 4)]
+    across = [mask[..., 2, 1] for mask in masks]
+    return bool(across) and all(bool((~a).all() if a.dtype == torch.bool else (a < -1e4).all()) for a in across)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
