@@ -1,0 +1,101 @@
+"""The standard library as the demo's data: what is taken of a function, and that pre-training and demo never share one."""
+
+import textwrap
+import zipfile
+
+import pytest
+
+from megatrain.data import stdlib
+from megatrain.errors import DataError
+
+SOURCE = '''
+    import functools
+
+    def add(a, b):
+        """Return the sum.
+
+            Of both.
+        Nothing else.
+        """
+        return a + b
+
+    class Box:
+        @property
+        def value(self):
+            """The value."""
+            return self._value
+
+        def empty(self):
+            """Nothing follows.
+
+            Nothing at all.
+            """
+
+        class Inner:
+            def plain(self):
+                x = 1
+                def nested():
+                    return x
+                return nested
+
+    def after():
+        a = 1
+        b = 2
+        return a + b
+'''
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A library with one module in a demo package, the same one outside, and files that are passed over."""
+    demo, other = "email", "json"
+    assert stdlib.is_demo_package(f"{demo}/x.py")
+    assert not stdlib.is_demo_package(f"{other}/x.py")
+    for package in (demo, other, "test"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "module.py").write_text(textwrap.dedent(SOURCE), "utf-8")
+    (tmp_path / demo / "broken.py").write_text("def half(:", "utf-8")
+    (tmp_path / demo / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\ndef f():\n    x = '\xe4'\n    y = 1\n    return x\n")
+    return tmp_path
+
+
+def test_functions_are_taken_whole_and_in_order(library):
+    found = list(stdlib.functions(library))
+    assert [(f.module, f.name) for f in found] == [
+        (f"{package}/module.py", name) for package in ("email", "json") for name in ("add", "after", "value", "empty", "plain")
+    ]
+    add, _, value, _, plain = found[:5]
+    assert add.docstring == "Return the sum.\n\n    Of both.\nNothing else."
+    assert add.source.startswith("def add(a, b):\n    \"\"\"Return the sum.")
+    assert add.code == "def add(a, b):\n    return a + b"
+    assert value.code == "@property\ndef value(self):\n    return self._value"
+    assert plain.docstring == ""
+    assert plain.code == plain.source
+    assert "nested" in plain.source
+
+
+def test_demo_rows_come_from_demo_packages_only_and_have_an_answer(library):
+    rows = [[message["content"] for message in row["messages"]] for row in stdlib.demo_rows(library)]
+    assert [question for question, _ in rows] == ["Return the sum.\n\n    Of both.\nNothing else.", "The value."]
+    assert rows[0][1] == "def add(a, b):\n    return a + b"
+    assert [message["role"] for row in stdlib.demo_rows(library) for message in row["messages"]] == ["user", "assistant"] * 2
+
+
+def test_this_pythons_library_has_enough_of_both():
+    modules = {function.module for function in stdlib.functions()}
+    demo = {module for module in modules if stdlib.is_demo_package(module)}
+    assert "asyncio/events.py" in demo
+    assert "json/decoder.py" in modules - demo
+    assert not any("test" in module.split("/") for module in modules)
+    rows = list(stdlib.demo_rows())
+    assert 600 < len(rows) < 3000
+    assert all(message["content"] for row in rows for message in row["messages"])
+
+
+def test_a_packed_library_is_refused_with_a_hint(tmp_path, monkeypatch):
+    packed = tmp_path / "python311.zip"
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("ast.py", "")
+    monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(packed))
+    with pytest.raises(DataError, match="not a folder"):
+        next(stdlib.functions())
