@@ -10,6 +10,8 @@ import inspect
 import os
 import sysconfig
 import textwrap
+import tokenize
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ class Function:
     """One function or method. `module` is its file below the library's folder, with forward slashes."""
 
     module: str
+    line: int
     name: str
     docstring: str  # indentation removed; empty when there is none
     source: str  # from the first decorator to the last line, indentation removed
@@ -67,13 +70,15 @@ def demo_rows(folder: Path | None = None) -> Iterator[dict[str, list[dict[str, s
 
 
 def functions_of(path: Path, module: str) -> Iterator[Function]:
-    """The functions of one file; nothing when it does not parse (templates and such lie in some libraries)."""
+    """The functions of one file; nothing when it does not parse (some libraries hold templates)."""
     try:
-        text = path.read_text("utf-8")
-        tree = ast.parse(text)
+        with tokenize.open(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in old modules
+            text = file.read()
+            tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
-    lines = text.splitlines()
+    lines = text.split("\n")  # as the parser counts them: a form feed ends no line
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -106,6 +111,7 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], mo
         without = [number for number in kept if not statement.lineno <= number <= (statement.end_lineno or statement.lineno)]
     return Function(
         module=module,
+        line=first,
         name=node.name,
         docstring=inspect.cleandoc(docstring or ""),
         source=_dedented(lines[number - 1] for number in kept),

@@ -53,18 +53,20 @@ def library(tmp_path):
     assert not stdlib.is_demo_package(f"{other}/x.py")
     for package in (demo, other, "test"):
         (tmp_path / package).mkdir()
-        (tmp_path / package / "module.py").write_text(textwrap.dedent(SOURCE), "utf-8")
+        (tmp_path / package / "module.py").write_text(textwrap.dedent(SOURCE), "utf-8", newline="\n")
     (tmp_path / demo / "broken.py").write_text("def half(:", "utf-8")
-    (tmp_path / demo / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\ndef f():\n    x = '\xe4'\n    y = 1\n    return x\n")
+    (tmp_path / demo / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n\f\ndef latin():\n    x = '\xe4\\d'\n    y = 1\n    return x\n")
     return tmp_path
 
 
 def test_functions_are_taken_whole_and_in_order(library):
     found = list(stdlib.functions(library))
-    assert [(f.module, f.name) for f in found] == [
-        (f"{package}/module.py", name) for package in ("email", "json") for name in ("add", "after", "value", "empty", "plain")
-    ]
-    add, _, value, _, plain = found[:5]
+    names = ("add", "after", "value", "empty", "plain")
+    expected = [(f"{package}/module.py", name) for package in ("email", "json") for name in names]
+    assert [(function.module, function.name) for function in found] == [("email/latin.py", "latin"), *expected]
+    latin, add, _, value, _, plain = found[:6]
+    assert latin.source == "def latin():\n    x = '\xe4\\d'\n    y = 1\n    return x"
+    assert (latin.line, add.line) == (3, 4)
     assert add.docstring == "Return the sum.\n\n    Of both.\nNothing else."
     assert add.source.startswith("def add(a, b):\n    \"\"\"Return the sum.")
     assert add.code == "def add(a, b):\n    return a + b"
