@@ -1,0 +1,333 @@
+"""What differs between Linux, WSL, macOS and Windows, behind one seam; everything else in the product is the same code.
+
+Each function works everywhere and degrades where the system refuses: no file locks (some network drives), no direct
+I/O (tmpfs), files that cannot be replaced while open (Windows), memory that cannot be pinned (Windows, WSL). Tests
+simulate the refusals by replacing the small `_system_*` functions at the end of this file.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+WINDOWS = os.name == "nt"
+DIRECT_ALIGNMENT = 4096  # bytes; offsets, lengths and addresses of direct I/O are multiples of this on every drive seen
+
+
+# Processes: identity, detached start, end ---------------------------------------------------------------------------
+
+
+def process_identity(pid: int) -> str | None:
+    """A text that no other process has, also not a later one with the same pid; None when no such process runs.
+
+    Linux: start time in clock ticks since boot, which no clock change moves (WSL's clock jumps after sleep).
+    Elsewhere psutil's creation time. A zombie does not run.
+    """
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        stat = Path(f"/proc/{pid}/stat")
+        if not WINDOWS and stat.exists():
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8")[:8]
+            return f"boot {boot} ticks {stat.read_text('utf-8', 'replace').rpartition(')')[2].split()[19]}"
+        return f"time {process.create_time():.2f}"
+    except (psutil.Error, OSError, ValueError, IndexError):
+        return None
+
+
+def start_detached(arguments: list[str], log: Path, environment: dict[str, str] | None = None,
+                   ended: Callable[[int], None] | None = None) -> int:  # fmt: skip
+    """Starts a process that outlives this one, in a group of its own, its output appended to `log`; returns its pid.
+
+    No shell and no terminal: arguments stay a list, standard input is empty. `ended(exit_code)` is called from a
+    thread when the process ends while this one still runs (negative: the signal, as in subprocess).
+    """
+    with log.open("ab") as output:
+        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                   env=environment, close_fds=True, **_system_detached())  # fmt: skip
+    pid = process.pid
+
+    def reap() -> None:
+        code = process.wait()
+        if ended is not None:
+            ended(code)
+
+    threading.Thread(target=reap, name=f"reap {pid}", daemon=True).start()
+    return pid
+
+
+def kill_group(pid: int, identity: str) -> bool:
+    """Ends a process and everything it started, at once; True when it was there. Never touches a reused pid."""
+    if process_identity(pid) != identity:
+        return False
+    try:
+        tree = psutil.Process(pid).children(recursive=True)
+        if not WINDOWS and os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            psutil.Process(pid).kill()
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return False
+    for child in tree:  # those that left the group
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return True
+
+
+# Files: exclusive lock, replacing, positioned and direct reads --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock."""
+
+    pid: int
+    identity: str
+    host: str
+    started_s: float  # Unix time
+
+    def is_here(self) -> bool:
+        """True when its process can be looked up on this machine."""
+        return self.host == socket.gethostname()
+
+
+class LockHeldError(OSError):
+    """Another process holds the lock."""
+
+
+class FileLock:
+    """An exclusive lock on a file that ends with the process, however it ends. The file says who holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.supported = True  # False: this file system has no locks; the record in the file is all there is
+        self._descriptor: int | None = None
+
+    def acquire(self, timeout_s: float = 0.0) -> "FileLock":
+        """Takes the lock and writes the holder into the file. LockHeldError when it stays held for `timeout_s`."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        give_up = time.monotonic() + max(timeout_s, 0.2)  # a reader's look holds it for an instant
+        while True:
+            try:
+                _system_lock(descriptor)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                    self.supported = False
+                    break
+                if time.monotonic() > give_up:
+                    os.close(descriptor)
+                    raise LockHeldError(errno.EAGAIN, "another process holds this lock", str(self.path)) from None
+                time.sleep(0.02)
+        self._descriptor = descriptor
+        pid = os.getpid()
+        record = Holder(pid, process_identity(pid) or "", socket.gethostname(), time.time())
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, json.dumps(asdict(record)).encode())
+        return self
+
+    def touch(self) -> None:
+        """Renews the file's time: the heartbeat. Works on a full disk."""
+        os.utime(self.path)
+
+    def release(self) -> None:
+        """Gives the lock back; the file stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+
+def look_at_lock(path: Path) -> tuple[bool | None, Holder | None]:
+    """(held, last holder) without disturbing the holder. held is None where the file system has no locks."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False, None
+    except OSError:  # a read-only copy: nobody can hold it from there
+        return None, _read_holder(path)
+    try:
+        _system_lock(descriptor, shared=True)
+        return False, _read_holder(path)
+    except OSError as error:
+        held = True if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK) else None
+        return held, _read_holder(path)
+    finally:
+        os.close(descriptor)
+
+
+def _read_holder(path: Path) -> Holder | None:
+    try:
+        return Holder(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def replace_file(source: Path, target: Path, patience_s: float = 2.0) -> None:
+    """Renames over `target`, also when a reader has it open for a moment (Windows refuses then); flushes the folder."""
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            _system_replace(source, target)
+            break
+        except PermissionError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
+    flush_folder(target.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes renames in `folder` survive a power cut. Windows has no such call; its journal does it."""
+    if WINDOWS:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_at(descriptor: int, buffer: Any, offset: int) -> None:
+    """Fills the whole writable `buffer` from `offset`. EOFError when the file ends before. Safe from many threads."""
+    view = memoryview(buffer).cast("B")
+    while len(view):
+        count = _system_read_at(descriptor, view, offset)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {offset}, {len(view)} bytes too early")
+        view, offset = view[count:], offset + count
+
+
+def write_at(descriptor: int, buffer: Any, offset: int) -> None:
+    """Writes the whole `buffer` at `offset`. Safe from many threads; a full disk raises OSError ENOSPC."""
+    view = memoryview(buffer).cast("B")
+    while len(view):
+        count = _system_write_at(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def open_direct(path: Path, flags: int = os.O_RDONLY) -> tuple[int, bool]:
+    """(descriptor, direct): opened past the page cache where the file system allows it, else as an ordinary file.
+
+    A direct descriptor wants offsets, lengths and addresses that are multiples of DIRECT_ALIGNMENT.
+    """
+    flags |= getattr(os, "O_BINARY", 0)
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return _system_open(path, flags | direct), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return _system_open(path, flags), False
+
+
+def aligned_buffer(num_bytes: int) -> memoryview:
+    """Memory for direct I/O: its address is a multiple of DIRECT_ALIGNMENT."""
+    raw = bytearray(num_bytes + DIRECT_ALIGNMENT)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(raw))
+    start = -address % DIRECT_ALIGNMENT
+    return memoryview(raw)[start : start + num_bytes]
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def pin(register: Callable[[int, int], int], address: int, num_bytes: int, clear_error: Callable[[], object]) -> bool:
+    """Registers host memory with the GPU driver; False where the system refuses, with the driver's error cleared.
+
+    `register(address, num_bytes)` is cudaHostRegister and returns its status. A refused call leaves an error behind
+    that the next, innocent call would report as "out of memory" of an empty card; `clear_error` fetches it.
+    """
+    if register(address, num_bytes) == 0:
+        return True
+    clear_error()
+    return False
+
+
+def pinned_limit_bytes(ram_total_bytes: int) -> int:
+    """Memory that may be pinned. Windows refuses near half of RAM; Linux takes nearly all, but the rest must breathe."""
+    return int(ram_total_bytes * (0.45 if WINDOWS or is_wsl() else 0.9))
+
+
+def is_wsl() -> bool:
+    """True inside the Windows Subsystem for Linux."""
+    try:
+        return "microsoft" in Path("/proc/sys/kernel/osrelease").read_text("utf-8").lower()
+    except OSError:
+        return False
+
+
+# The calls that differ; tests replace these to simulate refusals ------------------------------------------------------
+
+
+def _system_detached() -> dict[str, Any]:
+    if WINDOWS:
+        return {"creationflags": 0x00000008 | 0x00000200}  # DETACHED_PROCESS | CREATE_NEW_PROCESS_GROUP
+    return {"start_new_session": True}
+
+
+def _system_replace(source: Path, target: Path) -> None:
+    os.replace(source, target)
+
+
+def _system_open(path: Path, flags: int) -> int:
+    return os.open(path, flags, 0o644)
+
+
+if WINDOWS:
+    import msvcrt
+
+    _LOCK_OFFSET = 1 << 30  # locked bytes cannot be read by others there, so a byte far behind the record is locked
+    _seek_guard = threading.Lock()
+
+    def _system_lock(descriptor: int, shared: bool = False) -> None:
+        os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        if shared:
+            os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]
+
+    def _system_read_at(descriptor: int, view: memoryview, offset: int) -> int:
+        with _seek_guard:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            data = os.read(descriptor, len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def _system_write_at(descriptor: int, view: memoryview, offset: int) -> int:
+        with _seek_guard:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            return os.write(descriptor, view)
+
+else:
+    import fcntl
+
+    def _system_lock(descriptor: int, shared: bool = False) -> None:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+
+    def _system_read_at(descriptor: int, view: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [view], offset)
+
+    def _system_write_at(descriptor: int, view: memoryview, offset: int) -> int:
+        return os.pwrite(descriptor, view, offset)
