@@ -51,7 +51,11 @@ class DataError(MegaTrainError):
 
 
 class PlanError(MegaTrainError):
-    """No placement fits the limits. The message says how much is missing where."""
+    """No placement fits the limits. The message says how much is missing where; `missing_bytes` the same by tier name."""
+
+    def __init__(self, message: str, hint: str = "", missing_bytes: dict[str, int] | None = None) -> None:
+        super().__init__(message, hint)
+        self.missing_bytes = missing_bytes or {}
 
 
 class CheckpointError(MegaTrainError):

@@ -1,0 +1,367 @@
+"""Every byte, FLOP and time formula, each with its reason. Planner and engine share them: what one predicts the other allocates.
+
+The byte ledger is the list of functions that end in `_bytes`. All but the two that describe one block take `work` (what
+a step does) and `plan` (where states live and how the step is cut) and return bytes on the device, unless the name says
+host. `ledger` adds them up. Letters: N parameters, n tokens of a step, L layers, D hidden size, V vocabulary, S sequence length.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megatrain.config import RunConfig
+from megatrain.plan import Kind, Placement, Plan, Tier
+from megatrain.precision import DTYPE_BYTES, Precision, precision_named
+from megatrain.rates import Rates
+from megatrain.shape import BlockShape, ModelShape
+from megatrain.units import GIB
+
+GPU_CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, cuBLAS workspaces and kernels, as NVML counts them for a process
+WORKER_BYTES_GPU = 3 * GIB // 2  # resident memory of a worker that has loaded torch with CUDA and transformers
+WORKER_BYTES_CPU = 6 * GIB // 10  # the same without CUDA libraries
+ALIGNED_PARTS = 16  # parameters and buffers of a block that alignment may push back; an upper bound for usual layers
+ALIGNMENT_BYTES = 256  # what each of them may lose in a buffer of weights
+ALIGNMENT_ELEMENTS = 64  # what each of them may lose in an array of gradients, masters or moments
+ACCUMULATOR_BYTES = 4  # gradients are summed in fp32
+PARK_CHUNK_ELEMENTS = 64 * 1024**2  # elements converted and sent down at once
+HIDDEN_SPARES = 4  # hidden states alive besides one per micro-batch: input, output and gradient of each, of the one in work
+GRAPH_WIDTHS = 34  # saved and transient values of an eager layer, in units of its width: norms in fp32, q/k/v, rotary, residuals
+GRAPH_INTERMEDIATES = 6  # the same of a gated MLP, in units of its intermediate size: gate, up, act, product, two gradients
+GRAPH_SCORES = 3  # copies of the score matrix when attention is not fused: scores, probabilities, gradient
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one optimizer step computes. It does not depend on the plan."""
+
+    shape: ModelShape
+    precision: Precision
+    gradient_dtype: str  # of parked gradients
+    sequence_length: int
+    packs_per_step: int
+    on_gpu: bool
+
+    @staticmethod
+    def of(config: RunConfig, shape: ModelShape, device: str) -> "Work":
+        """The work of `config` on `device` ("cpu" or "cuda:N")."""
+        precision = precision_named(config.precision)
+        gradient = precision.default_gradient_dtype if config.gradient_dtype == "auto" else config.gradient_dtype
+        return Work(shape, precision, gradient, config.data.sequence_length, config.packs_per_step, device != "cpu")
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one parked gradient element."""
+        return DTYPE_BYTES[self.gradient_dtype]
+
+    @property
+    def step_tokens(self) -> int:
+        """n: tokens of a step, padding included."""
+        return self.packs_per_step * self.sequence_length
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention keeps no score matrix: the packed kernels need a GPU and bfloat16."""
+        return self.on_gpu and self.precision.compute_dtype == "bfloat16"
+
+
+def micro_batches(work: Work, plan: Plan) -> int:
+    """Micro-batches of a step; the last may hold fewer packs."""
+    return -(-work.packs_per_step // plan.micro_batch_packs)
+
+
+def groups(work: Work, plan: Plan) -> int:
+    """Groups of a step; the last may hold fewer micro-batches."""
+    return -(-micro_batches(work, plan) // plan.group_micro_batches)
+
+
+def micro_batch_tokens(work: Work, plan: Plan) -> int:
+    return plan.micro_batch_packs * work.sequence_length
+
+
+def group_tokens(work: Work, plan: Plan) -> int:
+    """Tokens whose layer inputs are stored at once."""
+    return min(work.packs_per_step, plan.group_micro_batches * plan.micro_batch_packs) * work.sequence_length
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+def block_weight_bytes(block: BlockShape, precision: Precision) -> int:
+    """One block's flat buffer: compute weights, those kept in fp32, buffers, and the padding that alignment may add."""
+    narrow = block.num_params - block.fp32_params
+    return narrow * precision.weight_bytes + block.fp32_params * 4 + block.buffer_bytes + ALIGNMENT_BYTES * ALIGNED_PARTS
+
+
+def block_elements(block: BlockShape) -> int:
+    """Elements of a flat array of gradients, masters or moments, with the gaps that alignment may leave."""
+    return block.num_params + ALIGNMENT_ELEMENTS * ALIGNED_PARTS
+
+
+def state_bytes(block: BlockShape, kind: Kind, work: Work) -> int:
+    """One copy of one state of one block, on whatever tier."""
+    if kind is Kind.WEIGHTS:
+        return block_weight_bytes(block, work.precision)
+    per_parameter = {
+        Kind.MASTERS: work.precision.master_bytes,
+        Kind.GRADS: work.gradient_bytes,
+        Kind.MOMENTS: work.precision.moment_bytes,
+    }
+    return block_elements(block) * per_parameter[kind]
+
+
+def resident_bytes(work: Work, plan: Plan, kind: Kind, tier: Tier) -> int:
+    """All blocks' homes of one kind on one tier."""
+    return sum(state_bytes(block, kind, work) for block, placement in _placed(work, plan) if placement.tier(kind) is tier)
+
+
+def weight_copy_host_bytes(work: Work, plan: Plan) -> int:
+    """Host copies of weights whose home is VRAM while the CPU updates them."""
+    return sum(
+        block_weight_bytes(block, work.precision)
+        for block, placement in _placed(work, plan)
+        if placement.weights is Tier.VRAM and not placement.updated_on_device
+    )
+
+
+# ---- rings and accumulators ------------------------------------------------------------------------------------------
+def weight_slot_bytes(work: Work, plan: Plan) -> int:
+    """Ring of slots for streamed layers: each takes the largest of them; nothing when none is streamed."""
+    streamed = _streamed(work, plan, work.shape.layers)
+    return plan.weight_slots * max(streamed, default=0)
+
+
+def edge_slot_bytes(work: Work, plan: Plan) -> int:
+    """Slots of embedding and head as far as they are streamed.
+
+    A tied head computes with the embedding's weights, so both are needed at once; untied, one slot serves one after the other.
+    """
+    streamed = _streamed(work, plan, (work.shape.blocks[0], work.shape.blocks[-1]))
+    return sum(streamed) if work.shape.tied_head else max(streamed, default=0)
+
+
+def accumulator_bytes(work: Work, plan: Plan) -> int:
+    """fp32 sums of gradients on the device: all parameters' when groups share them there, else the ring and the edge's."""
+    if groups(work, plan) > 1 and plan.accumulators_tier is Tier.VRAM:
+        return ACCUMULATOR_BYTES * sum(map(block_elements, work.shape.blocks))
+    return ACCUMULATOR_BYTES * (plan.grad_slots * _largest(work.shape.layers) + edge_accumulator_elements(work.shape))
+
+
+def edge_accumulator_elements(shape: ModelShape) -> int:
+    """Elements of the accumulator of embedding and head: tied, both live through the whole backward; untied, one after the other."""
+    embed, head = block_elements(shape.blocks[0]), block_elements(shape.blocks[-1])
+    return embed + head if shape.tied_head else max(embed, head)
+
+
+def accumulator_host_bytes(work: Work, plan: Plan) -> int:
+    """fp32 sums of gradients that rest in RAM between groups."""
+    several = groups(work, plan) > 1 and plan.accumulators_tier is Tier.RAM
+    return ACCUMULATOR_BYTES * sum(map(block_elements, work.shape.blocks)) if several else 0
+
+
+def park_ring_bytes(work: Work, plan: Plan) -> int:
+    """Two chunks in which fp32 sums become parked gradients, on their way to RAM or to a narrower type."""
+    if work.gradient_dtype == "float32" and all(placement.grads is Tier.VRAM for placement in plan.placements):
+        return 0
+    return 2 * min(_largest(work.shape.blocks), PARK_CHUNK_ELEMENTS) * work.gradient_bytes
+
+
+def update_staging_bytes(work: Work, plan: Plan) -> int:
+    """Device copies of states that rest in RAM while the device updates their block: one of the largest for each kind."""
+    return _staging(work, plan, lambda placement: placement.updated_on_device, Tier.VRAM, tuple(Kind))
+
+
+def update_staging_host_bytes(work: Work, plan: Plan) -> int:
+    """Host copies of states that rest in VRAM while the CPU updates their block; its weights have a copy for good."""
+    return _staging(work, plan, lambda placement: not placement.updated_on_device, Tier.RAM, (Kind.MASTERS, Kind.GRADS))
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+def hidden_state_bytes(work: Work, plan: Plan) -> int:
+    """One hidden state per micro-batch of a group, and a few of the one in work."""
+    alive = min(plan.group_micro_batches, micro_batches(work, plan)) + HIDDEN_SPARES
+    return alive * micro_batch_tokens(work, plan) * work.shape.hidden_size * work.precision.weight_bytes
+
+
+def stored_input_bytes(work: Work, plan: Plan) -> int:
+    """The input of every layer for every token of a group, on `plan.inputs_tier`."""
+    return len(work.shape.layers) * group_tokens(work, plan) * work.shape.hidden_size * work.precision.weight_bytes
+
+
+def layer_graph_bytes(work: Work, plan: Plan) -> int:
+    """What the recompute of one layer keeps for its backward, for one micro-batch: an upper bound for eager kernels."""
+    shape = work.shape
+    per_token = GRAPH_WIDTHS * max(shape.hidden_size, shape.num_heads * shape.head_dim) + GRAPH_INTERMEDIATES * shape.intermediate_size
+    if not work.fused_attention:
+        per_token += GRAPH_SCORES * shape.num_heads * work.sequence_length
+    return micro_batch_tokens(work, plan) * per_token * work.precision.weight_bytes
+
+
+def parameter_gradient_bytes(work: Work) -> int:
+    """What autograd returns for one layer, or for the output projection, before it is added to the fp32 sum."""
+    return max(_largest(work.shape.layers), work.shape.vocab_size * work.shape.hidden_size) * work.precision.weight_bytes
+
+
+def loss_chunk_rows(vocab_size: int) -> int:
+    """Rows of logits that are made, used and dropped at once: about 64 Mi logits, between 64 and 4096 rows."""
+    return min(max(2**26 // vocab_size, 64), 4096)
+
+
+def logits_chunk_bytes(work: Work, plan: Plan) -> int:
+    """One chunk: logits and their gradient in fp32, and both in the compute type."""
+    rows = min(loss_chunk_rows(work.shape.vocab_size), micro_batch_tokens(work, plan))
+    return rows * work.shape.vocab_size * (4 + 4 + 2 * work.precision.weight_bytes)
+
+
+# ---- the sum ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ledger:
+    """Peak bytes by part: weights, masters, grads, moments, activations, buffers, context. Without a GPU all of it is RAM."""
+
+    vram: dict[str, int]
+    ram: dict[str, int]
+
+    @property
+    def vram_bytes(self) -> int:
+        return sum(self.vram.values())
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(self.ram.values())
+
+
+def ledger(work: Work, plan: Plan) -> Ledger:
+    """Everything that a run of `plan` allocates, at its peak."""
+    device = {kind.value: resident_bytes(work, plan, kind, Tier.VRAM) for kind in Kind}
+    host = {kind.value: resident_bytes(work, plan, kind, Tier.RAM) for kind in Kind}
+    inputs = stored_input_bytes(work, plan)
+    device["activations"] = (
+        hidden_state_bytes(work, plan)
+        + layer_graph_bytes(work, plan)
+        + parameter_gradient_bytes(work)
+        + logits_chunk_bytes(work, plan)
+        + (inputs if plan.inputs_tier is Tier.VRAM else 0)
+    )
+    device["buffers"] = (
+        weight_slot_bytes(work, plan)
+        + edge_slot_bytes(work, plan)
+        + accumulator_bytes(work, plan)
+        + park_ring_bytes(work, plan)
+        + update_staging_bytes(work, plan)
+    )
+    device["context"] = GPU_CONTEXT_BYTES if work.on_gpu else 0
+    host["weights"] += weight_copy_host_bytes(work, plan)
+    host["activations"] = inputs if plan.inputs_tier is Tier.RAM else 0
+    host["buffers"] = accumulator_host_bytes(work, plan) + update_staging_host_bytes(work, plan)
+    host["context"] = WORKER_BYTES_GPU if work.on_gpu else WORKER_BYTES_CPU
+    if work.on_gpu:
+        return Ledger(device, host)
+    return Ledger({}, {part: device[part] + host[part] for part in device})
+
+
+def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
+    """One checkpoint on disk: weights, masters and moments of every parameter, buffers."""
+    return shape.num_params * precision.kept_bytes + sum(block.buffer_bytes for block in shape.blocks)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StepTimes:
+    """Predicted seconds of one step. `lanes` says how long each of compute, h2d, d2h and optimizer set the pace."""
+
+    lanes: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.lanes.values())
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+
+def forward_flops(work: Work) -> tuple[float, float]:
+    """(layers, head) of a step's forward: 2 per weight and token, and attention's 2·L·H·S per token (causal, full documents)."""
+    layers, attention_width = work.shape.layers, work.shape.num_heads * work.shape.head_dim
+    attention = 2 * len(layers) * attention_width * work.sequence_length
+    per_token = 2 * sum(layer.linear_params for layer in layers) + attention
+    return float(per_token * work.step_tokens), float(2 * work.shape.blocks[-1].linear_params * work.step_tokens)
+
+
+def optimizer_traffic_bytes(work: Work) -> int:
+    """Memory traffic per parameter of one fused update: all kept states read and written, the gradient read."""
+    return 2 * work.precision.kept_bytes + work.gradient_bytes
+
+
+def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
+    """Forward and backward last as long as their slowest lane; updates run inside the forward, which is their only window.
+
+    Weights cross the bus twice per group, gradients once per step; the head is not recomputed. Without a GPU nothing
+    overlaps and lanes add up.
+    """
+    flops = rates.compute_flops_per_s[work.precision.compute_dtype]
+    layers, head = forward_flops(work)
+    weights = groups(work, plan) * sum(_streamed(work, plan, work.shape.blocks))
+    inputs = len(work.shape.layers) * work.step_tokens * work.shape.hidden_size * work.precision.weight_bytes
+    inputs = inputs if plan.inputs_tier is Tier.RAM else 0
+    sums = accumulator_host_bytes(work, plan) * (groups(work, plan) - 1)
+    on_device = sum(block.num_params for block, placement in _placed(work, plan) if placement.updated_on_device)
+    on_host = work.shape.num_params - on_device
+    up, down = _update_transfers(work, plan)
+    forward = {
+        "compute": (layers + head) / flops,
+        "h2d": weights + up,
+        "d2h": down + inputs,
+        "optimizer": on_host * (optimizer_traffic_bytes(work) + work.precision.weight_bytes) / rates.host_bytes_per_s,
+    }
+    backward = {
+        "compute": (3 * layers + 2 * head) / flops,
+        "h2d": weights + inputs + sums,
+        "d2h": resident_bytes(work, plan, Kind.GRADS, Tier.RAM) + sums,
+    }
+    lanes = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "optimizer": on_device * optimizer_traffic_bytes(work) / rates.device_bytes_per_s}
+    for phase in (forward, backward):
+        both = phase["h2d"] > 0 and phase["d2h"] > 0 and work.on_gpu
+        phase["h2d"] /= rates.duplex_bytes_per_s if both else rates.h2d_bytes_per_s
+        phase["d2h"] /= rates.duplex_bytes_per_s if both else rates.d2h_bytes_per_s
+        slowest = max(phase, key=lambda lane: phase[lane])
+        for lane in [slowest] if work.on_gpu else phase:
+            lanes[lane] += phase[lane]
+    return StepTimes(lanes)
+
+
+def _update_transfers(work: Work, plan: Plan) -> tuple[int, int]:
+    """(up, down) bytes that a step's updates move: states that do not rest where their block is updated."""
+    up = down = 0
+    for block, placement in _placed(work, plan):
+        home = Tier.VRAM if placement.updated_on_device else Tier.RAM
+        for kind in Kind:
+            away = placement.tier(kind) is not home
+            moved = state_bytes(block, kind, work) if away else 0
+            to_update, back = (moved, 0 if kind is Kind.GRADS else moved)
+            if kind is Kind.WEIGHTS and not placement.updated_on_device:
+                to_update = 0  # the host has a copy of them
+            up, down = (up + to_update, down + back) if home is Tier.VRAM else (up + back, down + to_update)
+    return up, down
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+def _placed(work: Work, plan: Plan) -> Iterable[tuple[BlockShape, Placement]]:
+    return zip(work.shape.blocks, plan.placements, strict=True)
+
+
+def _largest(blocks: Iterable[BlockShape]) -> int:
+    return max(map(block_elements, blocks), default=0)
+
+
+def _streamed(work: Work, plan: Plan, among: tuple[BlockShape, ...]) -> list[int]:
+    names = {block.name for block in among}
+    return [
+        block_weight_bytes(block, work.precision)
+        for block, placement in _placed(work, plan)
+        if placement.weights is not Tier.VRAM and block.name in names
+    ]
+
+
+def _staging(work: Work, plan: Plan, updated_here: Callable[[Placement], bool], home: Tier, kinds: tuple[Kind, ...]) -> int:
+    updated = [(block, placement) for block, placement in _placed(work, plan) if updated_here(placement)]
+    return sum(
+        max((state_bytes(block, kind, work) for block, placement in updated if placement.tier(kind) is not home), default=0)
+        for kind in kinds
+    )
