@@ -5,8 +5,9 @@ a step does) and `plan` (where states live and how the step is cut) and return b
 host. `ledger` adds them up. Letters: N parameters, n tokens of a step, L layers, D hidden size, V vocabulary, S sequence length.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatrain.config import RunConfig
 from megatrain.plan import Kind, Placement, Plan, Tier
@@ -52,10 +53,35 @@ class Work:
         """Bytes of one parked gradient element."""
         return DTYPE_BYTES[self.gradient_dtype]
 
+    @cached_property
+    def largest_layer(self) -> int:
+        """Elements of the largest decoder layer."""
+        return max(map(block_elements, self.shape.layers), default=0)
+
+    @cached_property
+    def largest_block(self) -> int:
+        """Elements of the largest block."""
+        return max(map(block_elements, self.shape.blocks))
+
+    @cached_property
+    def all_elements(self) -> int:
+        """Elements of all blocks together."""
+        return sum(map(block_elements, self.shape.blocks))
+
     @property
     def step_tokens(self) -> int:
         """n: tokens of a step, padding included."""
         return self.packs_per_step * self.sequence_length
+
+    @cached_property
+    def block_runs(self) -> tuple[tuple[int, BlockShape], ...]:
+        """(end, block) of every stretch of blocks of equal sizes; embedding and head stand alone."""
+        runs: list[tuple[int, BlockShape]] = []
+        last = len(self.shape.blocks)
+        for end, block in enumerate(self.shape.blocks, 1):
+            same = 2 < end < last and _sizes(runs[-1][1]) == _sizes(block)
+            runs[len(runs) - same :] = [(end, block)]
+        return tuple(runs)
 
     @property
     def fused_attention(self) -> bool:
@@ -108,14 +134,14 @@ def state_bytes(block: BlockShape, kind: Kind, work: Work) -> int:
 
 def resident_bytes(work: Work, plan: Plan, kind: Kind, tier: Tier) -> int:
     """All blocks' homes of one kind on one tier."""
-    return sum(state_bytes(block, kind, work) for block, placement in _placed(work, plan) if placement.tier(kind) is tier)
+    return sum(count * state_bytes(block, kind, work) for block, placement, count in _placed(work, plan) if placement.tier(kind) is tier)
 
 
 def weight_copy_host_bytes(work: Work, plan: Plan) -> int:
     """Host copies of weights whose home is VRAM while the CPU updates them."""
     return sum(
-        block_weight_bytes(block, work.precision)
-        for block, placement in _placed(work, plan)
+        count * block_weight_bytes(block, work.precision)
+        for block, placement, count in _placed(work, plan)
         if placement.weights is Tier.VRAM and not placement.updated_on_device
     )
 
@@ -123,7 +149,8 @@ def weight_copy_host_bytes(work: Work, plan: Plan) -> int:
 # ---- rings and accumulators ------------------------------------------------------------------------------------------
 def weight_slot_bytes(work: Work, plan: Plan) -> int:
     """Ring of slots for streamed layers: each takes the largest of them; nothing when none is streamed."""
-    streamed = _streamed(work, plan, work.shape.layers)
+    edges = _edges(work)
+    streamed = [block_weight_bytes(block, work.precision) for block, _ in _streamed(work, plan) if block not in edges]
     return plan.weight_slots * max(streamed, default=0)
 
 
@@ -132,15 +159,16 @@ def edge_slot_bytes(work: Work, plan: Plan) -> int:
 
     A tied head computes with the embedding's weights, so both are needed at once; untied, one slot serves one after the other.
     """
-    streamed = _streamed(work, plan, (work.shape.blocks[0], work.shape.blocks[-1]))
+    edges = _edges(work)
+    streamed = [block_weight_bytes(block, work.precision) for block, _ in _streamed(work, plan) if block in edges]
     return sum(streamed) if work.shape.tied_head else max(streamed, default=0)
 
 
 def accumulator_bytes(work: Work, plan: Plan) -> int:
     """fp32 sums of gradients on the device: all parameters' when groups share them there, else the ring and the edge's."""
     if groups(work, plan) > 1 and plan.accumulators_tier is Tier.VRAM:
-        return ACCUMULATOR_BYTES * sum(map(block_elements, work.shape.blocks))
-    return ACCUMULATOR_BYTES * (plan.grad_slots * _largest(work.shape.layers) + edge_accumulator_elements(work.shape))
+        return ACCUMULATOR_BYTES * work.all_elements
+    return ACCUMULATOR_BYTES * (plan.grad_slots * work.largest_layer + edge_accumulator_elements(work.shape))
 
 
 def edge_accumulator_elements(shape: ModelShape) -> int:
@@ -152,14 +180,14 @@ def edge_accumulator_elements(shape: ModelShape) -> int:
 def accumulator_host_bytes(work: Work, plan: Plan) -> int:
     """fp32 sums of gradients that rest in RAM between groups."""
     several = groups(work, plan) > 1 and plan.accumulators_tier is Tier.RAM
-    return ACCUMULATOR_BYTES * sum(map(block_elements, work.shape.blocks)) if several else 0
+    return ACCUMULATOR_BYTES * work.all_elements if several else 0
 
 
 def park_ring_bytes(work: Work, plan: Plan) -> int:
     """Two chunks in which fp32 sums become parked gradients, on their way to RAM or to a narrower type."""
-    if work.gradient_dtype == "float32" and all(placement.grads is Tier.VRAM for placement in plan.placements):
+    if work.gradient_dtype == "float32" and all(placement.grads is Tier.VRAM for _, placement in plan.placement_runs):
         return 0
-    return 2 * min(_largest(work.shape.blocks), PARK_CHUNK_ELEMENTS) * work.gradient_bytes
+    return 2 * min(work.largest_block, PARK_CHUNK_ELEMENTS) * work.gradient_bytes
 
 
 def update_staging_bytes(work: Work, plan: Plan) -> int:
@@ -195,7 +223,7 @@ def layer_graph_bytes(work: Work, plan: Plan) -> int:
 
 def parameter_gradient_bytes(work: Work) -> int:
     """What autograd returns for one layer, or for the output projection, before it is added to the fp32 sum."""
-    return max(_largest(work.shape.layers), work.shape.vocab_size * work.shape.hidden_size) * work.precision.weight_bytes
+    return max(work.largest_layer, work.shape.vocab_size * work.shape.hidden_size) * work.precision.weight_bytes
 
 
 def loss_chunk_rows(vocab_size: int) -> int:
@@ -297,11 +325,11 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
     """
     flops = rates.compute_flops_per_s[work.precision.compute_dtype]
     layers, head = forward_flops(work)
-    weights = groups(work, plan) * sum(_streamed(work, plan, work.shape.blocks))
+    weights = groups(work, plan) * sum(count * block_weight_bytes(block, work.precision) for block, count in _streamed(work, plan))
     inputs = len(work.shape.layers) * work.step_tokens * work.shape.hidden_size * work.precision.weight_bytes
     inputs = inputs if plan.inputs_tier is Tier.RAM else 0
     sums = accumulator_host_bytes(work, plan) * (groups(work, plan) - 1)
-    on_device = sum(block.num_params for block, placement in _placed(work, plan) if placement.updated_on_device)
+    on_device = sum(count * block.num_params for block, placement, count in _placed(work, plan) if placement.updated_on_device)
     on_host = work.shape.num_params - on_device
     up, down = _update_transfers(work, plan)
     forward = {
@@ -329,11 +357,11 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
 def _update_transfers(work: Work, plan: Plan) -> tuple[int, int]:
     """(up, down) bytes that a step's updates move: states that do not rest where their block is updated."""
     up = down = 0
-    for block, placement in _placed(work, plan):
+    for block, placement, count in _placed(work, plan):
         home = Tier.VRAM if placement.updated_on_device else Tier.RAM
         for kind in Kind:
             away = placement.tier(kind) is not home
-            moved = state_bytes(block, kind, work) if away else 0
+            moved = count * state_bytes(block, kind, work) if away else 0
             to_update, back = (moved, 0 if kind is Kind.GRADS else moved)
             if kind is Kind.WEIGHTS and not placement.updated_on_device:
                 to_update = 0  # the host has a copy of them
@@ -342,25 +370,36 @@ def _update_transfers(work: Work, plan: Plan) -> tuple[int, int]:
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
-def _placed(work: Work, plan: Plan) -> Iterable[tuple[BlockShape, Placement]]:
-    return zip(work.shape.blocks, plan.placements, strict=True)
+def _sizes(block: BlockShape) -> tuple[int, int, int]:
+    return block.num_params, block.fp32_params, block.buffer_bytes
 
 
-def _largest(blocks: Iterable[BlockShape]) -> int:
-    return max(map(block_elements, blocks), default=0)
+def _placed(work: Work, plan: Plan) -> Iterator[tuple[BlockShape, Placement, int]]:
+    """(block, placement, how many in a row), so that a formula need not visit every layer."""
+    blocks, placements = iter(work.block_runs), iter(plan.placement_runs)
+    (block_end, block), (placement_end, placement), start = next(blocks), next(placements), 0
+    while True:
+        end = min(block_end, placement_end)
+        yield block, placement, end - start
+        if end == len(plan.placements):
+            return
+        if end == block_end:
+            block_end, block = next(blocks)
+        if end == placement_end:
+            placement_end, placement = next(placements)
+        start = end
 
 
-def _streamed(work: Work, plan: Plan, among: tuple[BlockShape, ...]) -> list[int]:
-    names = {block.name for block in among}
-    return [
-        block_weight_bytes(block, work.precision)
-        for block, placement in _placed(work, plan)
-        if placement.weights is not Tier.VRAM and block.name in names
-    ]
+def _edges(work: Work) -> tuple[BlockShape, BlockShape]:
+    return work.shape.blocks[0], work.shape.blocks[-1]
+
+
+def _streamed(work: Work, plan: Plan) -> list[tuple[BlockShape, int]]:
+    return [(block, count) for block, placement, count in _placed(work, plan) if placement.weights is not Tier.VRAM]
 
 
 def _staging(work: Work, plan: Plan, updated_here: Callable[[Placement], bool], home: Tier, kinds: tuple[Kind, ...]) -> int:
-    updated = [(block, placement) for block, placement in _placed(work, plan) if updated_here(placement)]
+    updated = [(block, placement) for block, placement, _ in _placed(work, plan) if updated_here(placement)]
     return sum(
         max((state_bytes(block, kind, work) for block, placement in updated if placement.tier(kind) is not home), default=0)
         for kind in kinds

@@ -6,6 +6,7 @@ A plan never changes what a step contains; it is saved with the run and reused o
 import json
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 
 class Tier(StrEnum):
@@ -70,6 +71,15 @@ class Plan:
     accumulators_tier: Tier = Tier.VRAM  # fp32 gradients between groups, when there are several
     device: str = "cpu"
     predicted: Predicted = field(default_factory=Predicted)
+
+    @cached_property
+    def placement_runs(self) -> tuple[tuple[int, Placement], ...]:
+        """(end, placement) of every stretch of equal placements, in order: a plan has few, however many blocks there are."""
+        runs: list[tuple[int, Placement]] = []
+        for end, placement in enumerate(self.placements, 1):
+            same = runs and (runs[-1][1] is placement or runs[-1][1] == placement)
+            runs[len(runs) - bool(same) :] = [(end, placement)]
+        return tuple(runs)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,0 +1,270 @@
+"""The search for the preferred plan that fits a budget. Pure functions; loads no torch.
+
+The plan is the first in a fixed order of preference that fits: largest micro-batch, then most blocks wholly in VRAM (in
+forward order, because the update of an early block has the least time to hide), then stored inputs in VRAM, more slots,
+more weights in VRAM. The order knows no limits, so a smaller limit never makes a plan larger. Where a layer's compute is
+too short to hide its stored input's way to RAM, inputs come before blocks.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from megatrain import costs
+from megatrain.config import RunConfig
+from megatrain.costs import Ledger, Work
+from megatrain.errors import ConfigError
+from megatrain.hardware import CPU, Machine
+from megatrain.plan import Placement, Plan, Tier
+from megatrain.shape import ModelShape
+from megatrain.units import GIB, MIB
+
+MICRO_BATCH_TOKENS_GPU = 16384  # more does not fill a GPU better
+MICRO_BATCH_TOKENS_CPU = 4096
+WEIGHT_SLOTS = (3, 2)  # best first; two overlap copy and compute, a third absorbs jitter
+GRAD_SLOTS = (2, 1)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may take. Without a GPU, VRAM is none and everything counts as RAM."""
+
+    device: str
+    vram_bytes: int
+    ram_bytes: int
+    vram_total_bytes: int = 0
+    vram_free_bytes: int = 0
+    vram_reserve_bytes: int = 0  # left free for the desktop and for what the allocator cannot use
+    ram_total_bytes: int = 0
+    ram_available_bytes: int = 0
+    ram_reserve_bytes: int = 0  # left free so that the computer stays usable
+
+
+def budget(config: RunConfig, machine: Machine) -> Budget:
+    """The limits of `config` on this machine: what the user allows, and never more than is free."""
+    device = _device(config, machine)
+    vram_limit, ram_limit = _gib(config.memory.vram_limit_gib), _gib(config.memory.ram_limit_gib)
+    ram_reserve = max(2 * GIB, machine.ram_total_bytes * 8 // 100)
+    ram = min(ram_limit or machine.ram_total_bytes, max(0, machine.ram_available_bytes - ram_reserve))
+    limits = Budget(
+        device=device,
+        vram_bytes=0,
+        ram_bytes=ram,
+        ram_total_bytes=machine.ram_total_bytes,
+        ram_available_bytes=machine.ram_available_bytes,
+        ram_reserve_bytes=ram_reserve,
+    )
+    gpu = machine.gpu(device)
+    if gpu is None:
+        return limits
+    reserve = max(384 * MIB, gpu.total_bytes * 3 // 100)
+    return replace(
+        limits,
+        vram_bytes=min(vram_limit or gpu.total_bytes, max(0, gpu.free_bytes - reserve)),
+        vram_total_bytes=gpu.total_bytes,
+        vram_free_bytes=gpu.free_bytes,
+        vram_reserve_bytes=reserve,
+    )
+
+
+def _gib(value: float | None) -> int | None:
+    return None if value is None else int(value * GIB)
+
+
+def _device(config: RunConfig, machine: Machine) -> str:
+    wanted = config.memory.device
+    if wanted == "auto":
+        return machine.auto_device
+    if wanted == CPU:
+        return CPU
+    if machine.gpu(wanted) is None:
+        present = ", ".join([CPU, *(gpu.device for gpu in machine.gpus)])
+        raise ConfigError([("memory.device", f"{wanted!r} is not here")], f"This machine has: {present}.")
+    if machine.torch_cuda is None:
+        hint = "Run `python -m megatrain doctor` for the install command."
+        raise ConfigError([("memory.device", f"{wanted} is here, but the installed PyTorch cannot use it")], hint)
+    return wanted
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Problem:
+    """Everything that the search reads."""
+
+    config: RunConfig
+    work: Work
+    budget: Budget
+    inputs_hide: bool  # a layer's compute hides its stored input's way to RAM
+
+    @staticmethod
+    def of(config: RunConfig, shape: ModelShape, machine: Machine) -> "Problem":
+        limits = budget(config, machine)
+        work = Work.of(config, shape, limits.device)
+        if 0 < shape.max_positions < config.data.sequence_length:
+            text = f"{config.data.sequence_length} is longer than the {shape.max_positions} positions of {shape.name}"
+            raise ConfigError([("data.sequence_length", text)], f"Set it to {shape.max_positions} or less.")
+        rates = machine.device_rates(limits.device)
+        per_layer = costs.forward_flops(work)[0] / max(1, len(shape.layers)) / rates.compute_flops_per_s[work.precision.compute_dtype]
+        per_input = work.step_tokens * shape.hidden_size * work.precision.weight_bytes / rates.duplex_bytes_per_s
+        return Problem(config, work, limits, work.on_gpu and 2 * per_input < per_layer)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.work.shape.blocks)
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Packs of a micro-batch, largest first. Sizes that only make the last micro-batch smaller are left out."""
+        if self.config.memory.micro_batch_packs:
+            return [self.config.memory.micro_batch_packs]
+        packs = self.work.packs_per_step
+        tokens = MICRO_BATCH_TOKENS_GPU if self.work.on_gpu else MICRO_BATCH_TOKENS_CPU
+        most = max(1, tokens // self.work.sequence_length)
+        return sorted({size for count in range(1, packs + 1) if (size := -(-packs // count)) <= most}, reverse=True)
+
+    def placements(self, resident: int, weights: int) -> tuple[Placement, ...]:
+        """The first `resident` blocks wholly in VRAM, `weights` more with their compute weights there."""
+        rest = self.num_blocks - resident - weights
+        parts = ((resident, True, True), (weights, False, True), (rest, False, False))
+        return tuple(placement for count, whole, light in parts for placement in (self._placement(whole, light),) * count)
+
+    def _placement(self, resident: bool, weights: bool) -> Placement:
+        """Explicit tiers as asked; masters and gradients otherwise stay with the device that updates the block."""
+        if not self.work.on_gpu:
+            resident = weights = True
+        memory = self.config.memory
+        moments = _tier(memory.moments, resident)
+        beside = resident and moments is Tier.VRAM
+        return Placement(
+            weights=_tier(memory.weights, weights),
+            masters=_tier(memory.masters, beside),
+            grads=_tier(memory.grads, beside),
+            moments=moments,
+        )
+
+    def ledger(self, candidate: Plan) -> Ledger:
+        return costs.ledger(self.work, candidate)
+
+    def fits_vram(self, candidate: Plan) -> bool:
+        return not self.work.on_gpu or self.ledger(candidate).vram_bytes <= self.budget.vram_bytes
+
+    def fits(self, candidate: Plan) -> bool:
+        sums = self.ledger(candidate)
+        return (not self.work.on_gpu or sums.vram_bytes <= self.budget.vram_bytes) and sums.ram_bytes <= self.budget.ram_bytes
+
+
+def _tier(choice: str, vram: bool) -> Tier:
+    if choice != "auto":
+        return Tier(choice)
+    return Tier.VRAM if vram else Tier.RAM
+
+
+def search(problem: Problem) -> Plan | None:
+    """The preferred plan that fits, or None."""
+    sizes = problem.micro_batch_sizes()
+    filled = cache(partial(_fill, problem))
+    if problem.config.memory.group_micro_batches:  # smaller micro-batches may need more groups, and with them more memory
+        return next((found for size in sizes if (found := filled(size)) is not None), None)
+    first = _first(len(sizes), lambda index: filled(sizes[index]) is not None)
+    return None if first is None else filled(sizes[first])
+
+
+def _fill(problem: Problem, packs: int) -> Plan | None:
+    """The preferred plan with micro-batches of `packs`."""
+    inputs_first = list(_cuts(problem, packs))
+    choices = [inputs_first] if problem.inputs_hide else [[cut] for cut in inputs_first]
+    for cuts in choices:  # blocks matter more than the cut inside a list, less than the order of the lists
+        found = _most_resident(problem, cuts)
+        if found is not None:
+            return _spend_rest(problem, *found)
+    return None
+
+
+def _cuts(problem: Problem, packs: int) -> Iterator[Plan]:
+    """Plans with everything in RAM, in order of preference: how groups are cut and where inputs and sums rest."""
+    count = -(-problem.work.packs_per_step // packs)
+    wanted = problem.config.memory.group_micro_batches
+    for inputs in (Tier.VRAM, Tier.RAM) if problem.work.on_gpu else (Tier.VRAM,):
+        for sums in (Tier.VRAM, Tier.RAM) if wanted and wanted < count and problem.work.on_gpu else (Tier.VRAM,):
+            yield Plan(
+                placements=problem.placements(0, 0),
+                micro_batch_packs=packs,
+                group_micro_batches=min(wanted or count, count),
+                weight_slots=WEIGHT_SLOTS[-1],
+                grad_slots=GRAD_SLOTS[-1],
+                inputs_tier=inputs,
+                accumulators_tier=sums,
+                device=problem.budget.device,
+            )
+
+
+def _most_resident(problem: Problem, cuts: list[Plan]) -> tuple[Plan, int] | None:
+    """(plan, blocks wholly in VRAM) with the most such blocks that any cut allows; the first cut among equals."""
+    best: tuple[Plan, int] | None = None
+    for cut in cuts:
+        resident = _most(problem.num_blocks, lambda count, cut=cut: problem.fits_vram(_with_blocks(problem, cut, count, 0)))
+        if resident is None or (best and resident <= best[1]):
+            continue
+        candidate = _with_blocks(problem, cut, resident, 0)
+        if problem.fits(candidate):
+            best = candidate, resident
+    return best
+
+
+def _spend_rest(problem: Problem, found: Plan, resident: int) -> Plan:
+    """Use what is left of the limits: more slots, more weights in VRAM, groups of one micro-batch."""
+    if _streams(found):
+        found = _prefer(problem, found, *(replace(found, weight_slots=slots) for slots in WEIGHT_SLOTS))
+    found = _prefer(problem, found, *(replace(found, grad_slots=slots) for slots in GRAD_SLOTS))
+    rest = problem.num_blocks - resident
+    if rest and problem.work.on_gpu:
+        more = _most(rest, lambda weights: problem.fits(_with_blocks(problem, found, resident, weights)))
+        found = _with_blocks(problem, found, resident, more or 0)
+    if not _streams(found) and found.group_micro_batches > 1 and not problem.config.memory.group_micro_batches:
+        single = replace(found, group_micro_batches=1, accumulators_tier=Tier.VRAM, inputs_tier=Tier.VRAM, grad_slots=GRAD_SLOTS[-1])
+        found = _prefer(problem, found, single)
+    return found
+
+
+def _with_blocks(problem: Problem, cut: Plan, resident: int, weights: int) -> Plan:
+    return replace(cut, placements=problem.placements(resident, weights))
+
+
+def _streams(candidate: Plan) -> bool:
+    """Whether any decoder layer's weights are streamed."""
+    return any(placement.weights is not Tier.VRAM for placement in candidate.placements[1:-1])
+
+
+def _prefer(problem: Problem, otherwise: Plan, *candidates: Plan) -> Plan:
+    return next((candidate for candidate in candidates if problem.fits(candidate)), otherwise)
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of 0..count that fits: `count` itself is tried first, below it need grows with the number."""
+    if fits(count):
+        return count
+    index = _first(count, lambda step: fits(count - 1 - step))
+    return None if index is None else count - 1 - index
+
+
+def _first(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The first index below `count` that fits, when all after it fit as well."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low if low < count else None
+
+
+def least(problem: Problem) -> Ledger:
+    """The smallest need that the search would accept: one that lacks no VRAM if there is one, of these the least RAM."""
+    tried = []
+    sizes = problem.micro_batch_sizes()
+    if not problem.config.memory.group_micro_batches:
+        sizes = sizes[-1:]
+    for cut in (cut for packs in sizes for cut in _cuts(problem, packs)):
+        resident = _most(problem.num_blocks, lambda count, cut=cut: problem.fits_vram(_with_blocks(problem, cut, count, 0)))
+        tried.append(problem.ledger(_with_blocks(problem, cut, resident or 0, 0)))
+    return min(tried, key=lambda sums: (max(0, sums.vram_bytes - problem.budget.vram_bytes), sums.ram_bytes))
