@@ -18,7 +18,7 @@ def chunked_loss(logits: Logits, hidden: torch.Tensor, labels: torch.Tensor, row
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     with torch.no_grad():
-        for part in rows.split(chunk_rows):
+        for part in _chunks(rows, chunk_rows):
             total += F.cross_entropy(logits(hidden[part][None]).float(), labels[part], reduction="sum")
     return total
 
@@ -41,7 +41,7 @@ def chunked_loss_backward(
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     hidden_grad.zero_()
-    for part in rows.split(chunk_rows):
+    for part in _chunks(rows, chunk_rows):
         with torch.enable_grad():
             chunk = hidden[part].requires_grad_()
             loss = F.cross_entropy(logits(chunk[None]).float(), labels[part], reduction="sum")
@@ -52,3 +52,8 @@ def chunked_loss_backward(
             if new is not None:
                 grad.add_(new)
     return total
+
+
+def _chunks(rows: torch.Tensor, chunk_rows: int) -> Sequence[torch.Tensor]:
+    """`rows` in pieces; none when there are none (splitting an empty tensor gives one empty piece)."""
+    return rows.split(chunk_rows) if rows.numel() else ()

@@ -1,0 +1,210 @@
+"""Devices: lanes of work and the memory handed over between them.
+
+All work of a step is launched on one of four lanes: `compute`, `h2d`, `d2h` (streams of the GPU) and `host` (a thread,
+where the CPU updates blocks). A launch names the buffers that it reads and writes; the device orders it after whatever
+wrote what it reads, and after whatever read or wrote what it writes. That is the only way memory is handed over, so there
+is one event and one owner for every hand-over, on every device: CUDA, the CPU (where everything is immediate) and the
+fake of the tests (which runs the lanes in random legal orders).
+"""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.engine.debug import Debug, read_debug
+from megatrain.errors import OutOfVramError
+
+COMPUTE, H2D, D2H, HOST = "compute", "h2d", "d2h", "host"
+
+Work = Callable[[], None]
+
+
+class Event:
+    """The end of one launched piece of work."""
+
+    __slots__ = ("cuda", "future", "lane")
+
+    def __init__(self, lane: str, cuda: "torch.cuda.Event | None" = None, future: "Future[None] | None" = None) -> None:
+        self.lane = lane
+        self.cuda = cuda
+        self.future = future
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A piece of memory that lanes hand over. Its content is defined once `writer` is over."""
+
+    tensor: torch.Tensor
+    name: str
+    writer: Event | None = None
+    readers: dict[str, Event] = field(default_factory=dict)  # the last one of each lane
+
+
+class Device:
+    """The CPU: every launch runs at once, in the caller's thread. Base of the others.
+
+    `bytes_moved` counts copies by lane; `waits_s` the host's own waiting by reason. Both are reset by `take_counters`.
+    """
+
+    def __init__(self, debug: Debug | None = None) -> None:
+        self.debug = read_debug("") if debug is None else debug
+        self.torch_device = torch.device("cpu")
+        self.bytes_moved: dict[str, int] = defaultdict(int)
+        self.waits_s: dict[str, float] = defaultdict(float)
+
+    # -- what the engine calls
+
+    def launch(self, lane: str, work: Work, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Event:
+        """Run `work` on `lane`, after everything that `reads` and `writes` depend on. Returns at once where lanes are asynchronous."""
+        reads, writes = list(reads), list(writes)
+        before = [buffer.writer for buffer in [*reads, *writes]]
+        before += [event for buffer in writes for event in buffer.readers.values()]
+        event = self._submit(lane, work, [item for item in dict.fromkeys(before) if item is not None])
+        for buffer in writes:
+            buffer.writer, buffer.readers = event, {}
+        for buffer in reads:
+            if buffer not in writes:
+                buffer.readers[lane] = event
+        if self.debug.sync:
+            self.wait(event)
+        return event
+
+    def copy(self, lane: str, target: Buffer, source: Buffer, target_part: slice | None = None, source_part: slice | None = None) -> Event:
+        """Copy a buffer, or elements of it, on `lane`. Both have the same dtype."""
+        into = target.tensor if target_part is None else target.tensor[target_part]
+        out_of = source.tensor if source_part is None else source.tensor[source_part]
+        self.bytes_moved[lane] += into.numel() * into.element_size()
+        return self.launch(lane, lambda: _copy(into, out_of), reads=[source], writes=[target])
+
+    def release(self, lane: str, buffer: Buffer) -> None:
+        """Say that nothing that `buffer` holds will be read again. In the debug mode it is poisoned."""
+        if self.debug.poison:
+            self.launch(lane, lambda: poison(buffer.tensor), writes=[buffer])
+
+    def wait(self, event: Event | None, reason: str = "ring") -> None:
+        """Block the host until `event` is over; its failure is raised here."""
+
+    def synchronize(self) -> None:
+        """Block the host until every lane is empty; failures of the host lane are raised here."""
+
+    def close(self) -> None:
+        """End the lanes. Work that was launched is finished first."""
+
+    def empty(self, num_elements: int, dtype: torch.dtype, name: str) -> Buffer:
+        """Device memory that the engine owns. OutOfVramError when there is none."""
+        return Buffer(torch.empty(num_elements, dtype=dtype, device=self.torch_device), name)
+
+    def seed(self, value: int) -> None:
+        """Seed the generators that dropout and the like draw from; called inside work."""
+        torch.default_generator.manual_seed(value)
+
+    def take_counters(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Bytes moved and seconds waited since the last call."""
+        counters = dict(self.bytes_moved), dict(self.waits_s)
+        self.bytes_moved.clear()
+        self.waits_s.clear()
+        return counters
+
+    # -- what a device is
+
+    def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
+        work()
+        return Event(lane)
+
+
+class CudaDevice(Device):
+    """A GPU with a stream per lane; the host lane is one thread."""
+
+    def __init__(self, torch_device: torch.device, debug: Debug | None = None) -> None:
+        super().__init__(debug)
+        self.torch_device = torch_device
+        self._streams = {lane: torch.cuda.Stream(torch_device) for lane in (COMPUTE, H2D, D2H)}
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+        self._last_host: Event | None = None
+        self._random = random.Random(0)
+
+    def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
+        if lane == HOST:
+            event = Event(HOST, future=self._executor.submit(self._run_on_host, work, before))
+            self._last_host = event
+            return event
+        stream = self._streams[lane]
+        for other in before:
+            if other.future is not None:
+                self.wait(other, "optimizer")
+            elif other.lane != lane:
+                stream.wait_event(other.cuda)
+        with torch.cuda.stream(stream):
+            if self.debug.delay and self._random.random() < 0.3:
+                torch.cuda._sleep(self._random.randrange(200_000))
+            try:
+                work()
+            except torch.cuda.OutOfMemoryError as error:
+                raise OutOfVramError(_first_line(error), "Lower the VRAM limit of the plan, or close programs that hold VRAM.") from error
+            done = torch.cuda.Event()
+            done.record(stream)
+        return Event(lane, cuda=done)
+
+    @staticmethod
+    def _run_on_host(work: Work, before: list[Event]) -> None:
+        for other in before:
+            if other.cuda is not None:
+                other.cuda.synchronize()
+            elif other.future is not None:
+                other.future.result()  # an update whose predecessor failed must not run
+        work()
+
+    def wait(self, event: Event | None, reason: str = "ring") -> None:
+        if event is None:
+            return
+        start = time.perf_counter()
+        if event.future is not None:
+            event.future.result()
+        elif event.cuda is not None:
+            event.cuda.synchronize()
+        self.waits_s[reason] += time.perf_counter() - start
+
+    def synchronize(self) -> None:
+        self.wait(self._last_host, "optimizer")
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+        torch.cuda.synchronize(self.torch_device)
+
+    def empty(self, num_elements: int, dtype: torch.dtype, name: str) -> Buffer:
+        try:
+            return super().empty(num_elements, dtype, name)
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfVramError(f"No VRAM for {name}: {_first_line(error)}", "Lower the VRAM limit of the plan.") from error
+
+    def seed(self, value: int) -> None:
+        torch.cuda.default_generators[self.torch_device.index or 0].manual_seed(value)
+
+
+def make_device(name: str) -> Device:
+    """`cpu`, `cuda:0`, ... with the debug modes of the environment."""
+    torch_device = torch.device(name)
+    if torch_device.type == "cpu":
+        return Device(read_debug())
+    index = torch_device.index or 0
+    torch.cuda.set_device(index)
+    return CudaDevice(torch.device("cuda", index), read_debug())
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN (all bits set: NaN in every float format, also when viewed as another type)."""
+    tensor.view(torch.uint8).fill_(255)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

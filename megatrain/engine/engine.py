@@ -1,0 +1,181 @@
+"""Engine: one skeleton, its states and a device, put together as a plan says.
+
+The trainer, the self-check and the tests all drive this one object.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from megatrain.config import RunConfig
+from megatrain.costs import loss_chunk_rows
+from megatrain.data.batch import PackedBatch
+from megatrain.engine import activations
+from megatrain.engine.adamw import Update
+from megatrain.engine.codecs import merge_master, split_master
+from megatrain.engine.device import Device
+from megatrain.engine.gradients import GradientFlow
+from megatrain.engine.optimizer import Optimizer
+from megatrain.engine.pinned import arena_bytes
+from megatrain.engine.schedule import split_groups
+from megatrain.engine.slots import WeightCache
+from megatrain.engine.step import StepRunner
+from megatrain.engine.tiers import MOMENTS, StateStore
+from megatrain.models.skeleton import Skeleton
+from megatrain.plan import Plan, Tier
+from megatrain.precision import Precision
+
+ReadTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+
+
+def gradient_dtype(config: RunConfig, precision: Precision) -> torch.dtype:
+    """The type of parked gradients: configuration, never placement."""
+    name = precision.default_gradient_dtype if config.gradient_dtype == "auto" else config.gradient_dtype
+    return getattr(torch, name)
+
+
+class Engine:
+    """Trains and evaluates one model. Blocks are numbered as `layouts`.
+
+    A training step is `train_step`, a look at the two numbers it returns, then `decide` (or nothing, which leaves every
+    state as it was). `finish` before anything else reads the states.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        plan: Plan,
+        precision: Precision,
+        parked: torch.dtype,
+        device: Device,
+        packs_per_step: int,
+        sequence_length: int,
+        seed: int = 0,
+    ) -> None:
+        self.skeleton = skeleton
+        self.layouts = skeleton.layouts
+        self.device = device
+        self.plan = plan
+        config = skeleton.config.get_text_config()
+        hidden_size = config.hidden_size if hasattr(config, "hidden_size") else config.n_embd
+        num_layers = len(skeleton.layers)
+        num_groups = len(split_groups(packs_per_step, plan.micro_batch_packs, plan.group_micro_batches))
+        group = min(plan.group_micro_batches, -(-packs_per_step // plan.micro_batch_packs))
+        hidden_numel = plan.micro_batch_packs * sequence_length * hidden_size
+        dtype = skeleton.compute_dtype
+        pinned = activations.ram_bytes(num_layers, group, hidden_numel, dtype) if plan.inputs_tier is not Tier.VRAM else 0
+        if num_groups > 1 and plan.accumulators_tier is not Tier.VRAM:
+            pinned += sum(arena_bytes(layout.numel * 4) for layout in self.layouts)
+        skeleton.move_buffers(device.torch_device)
+        self.store = StateStore(self.layouts, plan, precision, parked, device, pinned)
+        cache = WeightCache(self.store, plan, skeleton.tied, device)
+        gradients = GradientFlow(self.store, plan, skeleton.tied, num_groups, device)
+        hidden = activations.HiddenStore(num_layers, group, hidden_numel, dtype, plan.inputs_tier, self.store, device)
+        self.optimizer = Optimizer(self.store, cache, device)
+        self._cache = cache
+        chunk = loss_chunk_rows(config.vocab_size)
+        self._runner = StepRunner(skeleton, cache, gradients, hidden, self.optimizer, device, plan, hidden_size, chunk, seed)
+        device.synchronize()
+
+    # -- steps
+
+    def train_step(self, batch: PackedBatch, step: int) -> tuple[float, float]:
+        """(mean loss in nats, gradient norm) of one step; the gradients are parked, nothing is updated yet."""
+        return self._runner.train_step(batch, step)
+
+    def decide(self, update: Update) -> None:
+        """Update every block with the parked gradients: each just before its next use, or in `finish`."""
+        self.optimizer.prepare(update)
+
+    def finish(self) -> None:
+        """Carry out the pending update and wait: all homes hold finished states."""
+        self.optimizer.finish()
+
+    def evaluate(self, batches: Sequence[PackedBatch]) -> tuple[float, int]:
+        """(mean loss in nats, trained tokens) of finished weights over held-out batches."""
+        self.finish()
+        return self._runner.evaluate(batches)
+
+    def close(self) -> None:
+        self.device.close()
+        self.store.close()
+
+    # -- states in and out
+
+    def load_weights(self, read: ReadTensors, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Fill the weights (and exact masters) of every block from `read(names)`; moments become zero."""
+        for index, layout in enumerate(self.layouts):
+            tensors = read([entry.name for entry in (*layout.entries, *layout.buffers) if getattr(entry, "persistent", True)])
+            self._set_weights(index, tensors)
+            progress(index + 1, len(self.layouts))
+
+    def _set_weights(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        layout, block = self.layouts[index], self.store.blocks[index]
+        flat = torch.zeros(layout.weight_bytes, dtype=torch.uint8)
+        rest = torch.zeros(layout.numel_a, dtype=torch.int16)
+        views = layout.weight_views(flat)
+        for entry in layout.entries:
+            value = tensors[entry.name].reshape(-1)
+            if entry.segment == "a" and block.masters is not None and value.dtype is not torch.bfloat16:
+                place = slice(entry.offset, entry.offset + entry.numel)
+                split_master(value.float().contiguous(), layout.segment_a(flat)[place], rest[place])
+            else:
+                views[entry.name].view(-1).copy_(value)
+        module_buffers = self.skeleton_buffers(index)
+        for buffer in layout.buffers:
+            views[buffer.name].copy_(tensors[buffer.name] if buffer.name in tensors else module_buffers[buffer.name])
+        states = {"weights": flat}
+        if block.masters is not None:
+            states["masters"] = rest
+        self.write_block(index, states)
+
+    def skeleton_buffers(self, index: int) -> dict[str, torch.Tensor]:
+        """The buffers of a layer as the model's own code builds them: no file contains those that are not persistent."""
+        if index in (0, len(self.layouts) - 1):
+            return {}
+        prefix = f"{self.skeleton.layer_path}.{index - 1}."
+        return {prefix + name: buffer for name, buffer in self.skeleton.layers[index - 1].named_buffers()}
+
+    def read_block(self, index: int) -> dict[str, torch.Tensor]:
+        """The states of a block on the CPU: weights (uint8), masters, exp_avg, exp_avg_sq. Finished, and not to be changed.
+
+        States that live in RAM are returned as they are, without copying.
+        """
+        block = self.store.blocks[index]
+        found = {name: block.buffer(name) for name in ("weights", "masters", *MOMENTS)}
+        return {name: buffer.tensor.cpu() for name, buffer in found.items() if buffer is not None}
+
+    def write_block(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite states of a block, named as `read_block` names them."""
+        block = self.store.blocks[index]
+        for name, value in states.items():
+            buffer = block.buffer(name)
+            if buffer is None:
+                raise ValueError(f"{self.layouts[index].name} has no state {name}")
+            buffer.tensor.copy_(value)
+            if name == "weights" and block.host_weights is not None and block.host_weights is not buffer:
+                block.host_weights.tensor.copy_(value)
+        self._cache.stale(index)
+
+    def master_weights(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Exact fp32 masters by parameter name, on the CPU."""
+        wanted = None if names is None else set(names)
+        masters: dict[str, torch.Tensor] = {}
+        for index, layout in enumerate(self.layouts):
+            if wanted is not None and not any(entry.name in wanted for entry in layout.entries):
+                continue
+            states = self.read_block(index)
+            half = layout.segment_a(states["weights"])
+            exact = merge_master(half, states["masters"]) if "masters" in states else half
+            for entry in layout.entries:
+                flat = exact if entry.segment == "a" else layout.segment_b(states["weights"])
+                masters[entry.name] = flat[entry.offset : entry.offset + entry.numel].view(entry.shape).clone()
+        return masters
+
+    def parked_gradients(self) -> dict[str, torch.Tensor]:
+        """The parked gradients of the last step by parameter name, fp32 on the CPU."""
+        self.device.synchronize()
+        found: dict[str, torch.Tensor] = {}
+        for layout, block in zip(self.layouts, self.store.blocks, strict=True):
+            found |= {name: view.clone() for name, view in layout.flat_views(block.grads.tensor.cpu().float()).items()}
+        return found

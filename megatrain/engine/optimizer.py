@@ -1,0 +1,141 @@
+"""Optimizer: when and where a block is updated.
+
+`prepare` decides the update of a step and writes nothing; `update` carries it out for one block, just before the block's
+weights are needed; `finish` for all that are left. Where a block is updated is the plan's choice (where its moments
+live), so finishing early changes no bit. States that live elsewhere are brought to the updating side and sent back.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megatrain.engine.adamw import Update, update_block
+from megatrain.engine.device import COMPUTE, D2H, H2D, HOST, Buffer, Device
+from megatrain.engine.slots import WeightCache
+from megatrain.engine.tiers import BlockStates, StateStore
+from megatrain.plan import Tier
+
+_STATES = ("masters", "grads", "exp_avg", "exp_avg_sq")  # the weights are handled apart: forward needs them too
+
+
+class Optimizer:
+    """Deferred AdamW over the blocks of a store."""
+
+    def __init__(self, store: StateStore, cache: WeightCache, device: Device) -> None:
+        self._store = store
+        self._cache = cache
+        self._device = device
+        self._update: Update | None = None
+        self._pending: set[int] = set()
+        self._launched: set[int] = set()
+        self._gates: Mapping[int, threading.Event] = {}
+        self._staging = {(name, on_device): self._staging_buffer(name, on_device) for name in _STATES for on_device in (True, False)}
+
+    @property
+    def pending(self) -> bool:
+        """Whether some block still has to be updated."""
+        return bool(self._pending)
+
+    def prepare(self, update: Update) -> None:
+        """Decide the update of every block. The last one must be finished."""
+        if self._pending:
+            raise RuntimeError("an update is decided while another is pending")
+        self._update = update
+        self._pending = set(range(len(self._store.blocks)))
+        self._launched = set()
+
+    def gate(self, gates: Mapping[int, threading.Event]) -> None:
+        """The update of block b waits for gates[b]: somebody still reads its states."""
+        self._gates = gates
+
+    def start(self) -> None:
+        """Put every update that the CPU does on the host lane, in the order in which forward needs the blocks."""
+        for index in sorted(self._pending):
+            if not self._store.blocks[index].placement.updated_on_device:
+                self._launch(index)
+
+    def update(self, index: int) -> None:
+        """Afterwards what is launched on a block's weights sees them updated."""
+        if index not in self._pending:
+            return
+        self._launch(index)
+        self._pending.discard(index)
+        block = self._store.blocks[index]
+        if not block.placement.updated_on_device:
+            self._cache.stale(index)
+            self._store.publish_weights(index)
+
+    def finish(self) -> None:
+        """Carry out whatever is pending and wait for it: every home holds finished states."""
+        for index in sorted(self._pending):
+            self.update(index)
+        self._device.synchronize()
+
+    def _launch(self, index: int) -> None:
+        if index in self._launched:
+            return
+        self._launched.add(index)
+        block, update = self._store.blocks[index], self._update
+        on_device = block.placement.updated_on_device
+        states = {name: self._bring(block, name, on_device) for name in _STATES}
+        weights = self._cache.acquire(index).buffer if on_device else block.host_weights
+        gate = self._gates.get(index)
+        if gate is not None and on_device:
+            gate.wait()
+            gate = None
+        used = [weights, *(buffer for buffer in states.values() if buffer is not None)]
+        lane = COMPUTE if on_device else HOST
+        self._device.launch(lane, _work(block, weights, states, update, gate), writes=used)  # type: ignore[arg-type]
+        for name, buffer in states.items():
+            if name != "grads":
+                self._send_back(block, name, buffer, on_device)
+        if on_device and weights is not block.weights:
+            part = slice(0, block.layout.weight_bytes)
+            self._device.copy(D2H, block.weights, weights, source_part=part)  # type: ignore[arg-type]
+
+    def _staging_buffer(self, name: str, on_device: bool) -> Buffer | None:
+        """Room for one block's state on the side that updates it, if some block's home is on the other side."""
+        visitors = [
+            block.buffer(name)
+            for block in self._store.blocks
+            if block.buffer(name) is not None and block.placement.updated_on_device == on_device and (block.tier(name) is Tier.VRAM) != on_device
+        ]
+        if not visitors:
+            return None
+        largest = max(visitors, key=lambda buffer: buffer.tensor.numel()).tensor  # type: ignore[union-attr]
+        label = f"staging of {name}"
+        if on_device:
+            return self._device.empty(largest.numel(), largest.dtype, label)
+        return Buffer(torch.zeros(largest.numel(), dtype=largest.dtype), label)
+
+    def _bring(self, block: BlockStates, name: str, on_device: bool) -> Buffer | None:
+        home = block.buffer(name)
+        if home is None or (block.tier(name) is Tier.VRAM) == on_device:
+            return home
+        staging = self._staging[name, on_device]
+        part = slice(0, home.tensor.numel())
+        self._device.copy(H2D if on_device else D2H, staging, home, target_part=part)  # type: ignore[arg-type]
+        return staging
+
+    def _send_back(self, block: BlockStates, name: str, buffer: Buffer | None, on_device: bool) -> None:
+        home = block.buffer(name)
+        if home is None or buffer is home:
+            return
+        part = slice(0, home.tensor.numel())
+        self._device.copy(D2H if on_device else H2D, home, buffer, source_part=part)  # type: ignore[arg-type]
+
+
+def _work(
+    block: BlockStates, weights: Buffer, states: Mapping[str, Buffer | None], update: Update, gate: threading.Event | None
+) -> Callable[[], None]:
+    layout = block.layout
+    masters = states["masters"].tensor[: layout.numel_a] if states["masters"] is not None else None
+    grads, exp_avg, exp_avg_sq = (states[name].tensor[: layout.numel] for name in ("grads", "exp_avg", "exp_avg_sq"))  # type: ignore[union-attr]
+
+    def work() -> None:
+        if gate is not None:
+            gate.wait()
+        update_block(layout, weights.tensor, masters, grads, exp_avg, exp_avg_sq, update)
+
+    return work
