@@ -89,7 +89,8 @@ def status(folder: Path, database: Database) -> RunStatus:
         num_steps=stored.get("num_steps"), pid=(holder.pid if holder and live else spawned.get("pid")) if live else None,
         created_s=stored.get("created_s"), started_s=stored.get("started_s"), heartbeat_s=heartbeat,
         ended_s=None if state in ACTIVE else ended, since_s=said.get("since_s"), error=error,
-        pending_command=pending if state in ACTIVE else None, phase=Phase(**phase) if phase else None,
+        pending_command=pending[0] if state in ACTIVE else None, pending_since_s=pending[1] if state in ACTIVE else None,
+        phase=Phase(**phase) if phase else None,
         attempt=stored.get("attempt", 0),
     )  # fmt: skip
 
@@ -99,12 +100,12 @@ def _damaged(text: str) -> RunStatus:
     return RunStatus(RunState.DAMAGED, text, error=Explanation("This run folder is damaged", text, hint, "delete"))
 
 
-def _read_status(database: Database) -> tuple[dict[str, Any], int, str | None]:
+def _read_status(database: Database) -> tuple[dict[str, Any], int, tuple[str | None, float | None]]:
     with database.reading() as connection:
         stored = _facts(connection.execute("SELECT key, value FROM facts"))
         last = connection.execute("SELECT max(step) FROM steps").fetchone()[0]
-        pending = connection.execute("SELECT command FROM commands WHERE taken_s IS NULL ORDER BY id LIMIT 1").fetchone()
-    return stored, max(last or 0, stored.get("resumed_at") or 0), pending[0] if pending else None
+        pending = connection.execute("SELECT command, time_s FROM commands WHERE taken_s IS NULL ORDER BY id LIMIT 1").fetchone()
+    return stored, max(last or 0, stored.get("resumed_at") or 0), pending or (None, None)
 
 
 def vanished(folder: Path, database: Database, stored: dict[str, Any], step: int) -> diagnose.Vanished:

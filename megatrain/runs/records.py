@@ -68,6 +68,7 @@ class RunStatus:
     since_s: float | None = None  # when this state began
     error: Explanation | None = None  # of a failed, crashed or damaged run
     pending_command: str | None = None  # sent and not yet taken by the worker
+    pending_since_s: float | None = None  # when it was sent
     phase: Phase | None = None  # latest stage that the worker reported
     attempt: int = 0  # starts so far; rows may have been cut when it grows, so readers forget what they cached
 

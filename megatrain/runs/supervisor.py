@@ -17,6 +17,7 @@ from typing import Any
 from megatrain.config import RunConfig
 from megatrain.errors import RunError
 from megatrain.platform import FileLock, LockHeldError, kill_group, look_at_lock, process_identity, start_detached
+from megatrain.runs.diagnose import START_MARK
 from megatrain.runs.records import CheckpointInfo, RunState, to_json
 from megatrain.runs.store import RunStore, load_json
 
@@ -93,6 +94,8 @@ def _spawn(store: RunStore, arguments: list[str]) -> int:
             store.set_fact("exit", {"pid": pid, "code": code})
 
     try:
+        with (store.folder / "worker.log").open("a", encoding="utf-8") as log:
+            log.write(f"{START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(arguments[1:])}\n")
         pid = start_detached(arguments, store.folder / "worker.log", ended=ended)
     except OSError as error:
         text = f"The worker cannot be started: {error.strerror or error}."
