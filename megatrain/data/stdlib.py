@@ -19,11 +19,10 @@ from pathlib import Path
 
 from megatrain.errors import DataError
 
-# Tests, tools that are no library, tables without functions, third-party code, and what newer Pythons have dropped.
-SKIPPED = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "distutils", "encodings", "pydoc_data",
-                     "ensurepip", "site-packages", "dist-packages", "__pycache__"})  # fmt: skip
+# Tests, tables whose functions are all alike, and third-party code.
+SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "pydoc_data", "ensurepip", "site-packages", "dist-packages", "__pycache__"})
 DEMO_SHARE = 4  # one package in this many belongs to the demo
-MIN_LINES, MAX_LINES = 4, 61  # a function with more does not fit the demo's sequences, one with less says nothing
+PAIR_LINES = (4, 61)  # of a function that is asked for: one with less says nothing, one with more is too long to learn
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,22 @@ def is_demo_package(module: str) -> bool:
     return zlib.crc32(package.encode()) % DEMO_SHARE == 0
 
 
-def functions(folder: Path | None = None) -> Iterator[Function]:
-    """Every function of MIN_LINES to MAX_LINES in the library, in the order of file and line; nested ones with their parent."""
+def functions(folder: Path | None = None, lines: tuple[int, int] = PAIR_LINES) -> Iterator[Function]:
+    """Every function with least to most `lines`, file by file, and a class's after the file's own; nested ones with their parent."""
     root = folder or library_folder()
-    for path in _files(root):
-        yield from functions_of(path, path.relative_to(root).as_posix())
+    for path in files(root):
+        for function in functions_of(path, path.relative_to(root).as_posix()):
+            if lines[0] <= function.source.count("\n") + 1 <= lines[1]:
+                yield function
+
+
+def files(root: Path) -> list[Path]:
+    """The library's source files in the order of their names; the skipped folders are not entered, for some are large."""
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in SKIPPED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def demo_rows(folder: Path | None = None) -> Iterator[dict[str, list[dict[str, str]]]]:
@@ -86,18 +96,7 @@ def functions_of(path: Path, module: str) -> Iterator[Function]:
         pending += [child for child in reversed(inner) if isinstance(child, ast.ClassDef)]
         for child in inner:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                function = _function(child, lines, module)
-                if MIN_LINES <= function.source.count("\n") + 1 <= MAX_LINES:
-                    yield function
-
-
-def _files(root: Path) -> list[Path]:
-    """The library's source files in the order of their names; the skipped folders are not entered, for some are large."""
-    found = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+                yield _function(child, lines, module)
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], module: str) -> Function:
