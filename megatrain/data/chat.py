@@ -1,0 +1,269 @@
+"""Examples -> token ids and their loss mask, through the tokenizer's own chat template.
+
+A token is trained when the model has to write it: everything that an assistant says, and the end token of each of its
+turns, without which a model never stops. Nothing of a prompt, and nothing that the template adds behind an end token.
+
+Where the answers lie is found in this order: the template's own `{% generation %}` marks; else by comparing ids, as
+the ids of everything before an answer, with the header of an answer, must begin the ids of the whole; else by character
+positions. No id is ever taken for a role: a tokenizer whose padding is its end token makes no difference.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.adapt import shapes
+from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text
+from megatrain.data.spans import Span, char_spans, finish_span, has_every_turn
+from megatrain.errors import DataError
+
+# Used for conversations when a tokenizer has no template. Each answer ends with the tokenizer's end token.
+FALLBACK_TEMPLATE = (
+    "{{ bos_token if bos_token is defined and bos_token else '' }}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
+    "{%- elif message.role == 'assistant' %}{{ '### Assistant:\\n' }}"
+    "{% generation %}{{ message.content + (eos_token if eos_token is defined and eos_token else '') }}{% endgeneration %}{{ '\\n\\n' }}"
+    "{%- else %}{{ '### User:\\n' + message.content + '\\n\\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{%- endif %}"
+)
+_DATE = "2025-01-01"  # some templates print today's date; a step must not depend on the day
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of one example; mask[t] is True where token t is trained. `is_text`: may be split into documents."""
+
+    ids: list[int]
+    mask: list[bool]
+    is_text: bool = False
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder, from its files alone. DataError when there is none."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise DataError(f"The model folder {folder} has no tokenizer that can be loaded: {text}", "Choose a model that comes with its tokenizer.") from error
+
+
+class Encoder:
+    """Encodes examples with one tokenizer. `notes` counts what had to be changed so that the template takes a row."""
+
+    def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        self.notes: Counter[str] = Counter()
+        self.used_template = "none"  # tokenizer | fallback, once a conversation was encoded
+        self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
+        self.end_id: int | None = tokenizer.eos_token_id
+        self.start_ids = _start_ids(tokenizer)
+        self.special_ids, self.added_ids = _control_ids(tokenizer)
+
+    @property
+    def pad_id(self) -> int:
+        """An id to fill packs with; it never has a label."""
+        found = [index for index in (self.tokenizer.pad_token_id, self.end_id) if index is not None]
+        return found[0] if found else 0
+
+    def encode_all(self, examples: Iterable[Example]) -> list[Encoded | BadRow]:
+        """One result per example, in order; BadRow, returned and not raised, where no example can be made."""
+        examples = list(examples)
+        texts = [example.text for example in examples if isinstance(example, Text)]
+        encoded = iter(self._ids_of(texts) if texts else [])
+        return [self._text(example, next(encoded)) if isinstance(example, Text) else self._caught(example) for example in examples]
+
+    def encode(self, example: Example) -> Encoded:
+        """Ids and mask of one example. BadRow when the template refuses it or no answer can be found in it."""
+        if isinstance(example, Text):
+            return self._text(example, self._ids_of([example.text])[0])
+        if isinstance(example, Pair):
+            if self.template is FALLBACK_TEMPLATE:
+                return self._pair(example)
+            messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
+            return self._conversation(Conversation(messages, [False, True]))
+        return self._conversation(example)
+
+    def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids that a model is to continue with its answer; the beginning of what training on that answer sees."""
+        _, rendered = self._render(Conversation(messages, [False] * len(messages)), add_generation_prompt=True)
+        return self._ids_of([rendered])[0]
+
+    def _caught(self, example: Example) -> Encoded | BadRow:
+        try:
+            return self.encode(example)
+        except BadRow as reason:
+            return reason
+
+    def _ids_of(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _offsets_of(self, text: str) -> list[tuple[int, int]]:
+        if not self.tokenizer.is_fast:
+            raise BadRow("the chat template and the tokenizer do not agree on where an answer begins")
+        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+
+    def _text(self, example: Text, ids: list[int]) -> Encoded:
+        ids = (self.start_ids if example.begins else []) + ids
+        if example.ends and self.end_id is not None and ids[-1:] != [self.end_id]:
+            ids = [*ids, self.end_id]
+        return Encoded(ids, [True] * len(ids), is_text=True)
+
+    def _pair(self, pair: Pair) -> Encoded:
+        """Prompt and completion as one text, for a tokenizer without a chat template."""
+        whole = pair.prompt + pair.completion
+        ids, before = self._ids_of([whole, pair.prompt])
+        if ids[: len(before)] == before:
+            first = len(before)
+        else:
+            ends = [stop for _, stop in self._offsets_of(whole)]
+            first = next((index for index, stop in enumerate(ends) if stop > len(pair.prompt)), len(ids))
+        mask = [False] * first + [True] * (len(ids) - first)
+        if self.end_id is not None and ids[-1:] != [self.end_id]:
+            ids, mask = [*ids, self.end_id], [*mask, True]
+        return self._finished(self.start_ids + ids, [False] * len(self.start_ids) + mask)
+
+    def _finished(self, ids: list[int], mask: list[bool]) -> Encoded:
+        return Encoded(ids, [True] * len(ids) if self.train_on == "everything" else mask)
+
+    def _conversation(self, conversation: Conversation) -> Encoded:
+        self.used_template = "fallback" if self.template else "tokenizer"
+        conversation, text = self._render(conversation)
+        ids, spans = self._answers(conversation, text)
+        mask = [self.train_on == "everything"] * len(ids)
+        for first, last in spans:
+            mask[first:last] = [True] * (last - first)
+        if conversation.messages[-1]["role"] == "assistant":
+            self._end_last_turn(ids, mask, is_trained=conversation.trained[-1])
+        return self._finished(ids, mask)
+
+    def _answers(self, conversation: Conversation, text: str) -> tuple[list[int], list[Span]]:
+        """The ids of a rendered conversation and where the trained answers lie in them, end tokens included."""
+        if self.train_on == "everything":
+            return self._ids_of([text])[0], []
+        if self._has_marks(conversation):
+            output = self._apply(conversation, conversation.messages, tokenize=True, return_assistant_tokens_mask=True)
+            ids = list(output["input_ids"])
+            spans = [finish_span(span, ids, self.special_ids, self.special_ids, self._is_blank) for span in _runs(output["assistant_masks"])]
+            if spans:
+                return ids, spans
+        ids, found = self._spans_by_prefixes(conversation, text)
+        spans = self._spans_by_characters(conversation, text) if found is None else found
+        return ids, [finish_span(span, ids, self.added_ids, self.special_ids, self._is_blank) for span in spans]
+
+    def _end_last_turn(self, ids: list[int], mask: list[bool], is_trained: bool) -> None:
+        """Appends the tokenizer's end token where the template ends the last answer with none."""
+        last = len(ids)
+        while last and self._is_blank(ids[last - 1]):
+            last -= 1
+        if last and ids[last - 1] in self.added_ids or self.end_id is None:
+            return
+        ids[last:], mask[last:] = [self.end_id], [is_trained]
+
+    def _is_blank(self, index: int) -> bool:
+        return index not in self.added_ids and not self.tokenizer.decode([index]).strip()
+
+    def _render(self, conversation: Conversation, add_generation_prompt: bool = False) -> tuple[Conversation, str]:
+        """The first shape of the conversation that the template takes whole, and its text. BadRow when it takes none."""
+        refusal: BadRow | None = None
+        for note, shape in shapes(conversation):
+            try:
+                text: str = self._apply(shape, shape.messages, add_generation_prompt=add_generation_prompt)
+            except BadRow as reason:
+                refusal = refusal or reason
+                continue
+            if has_every_turn(shape, text):
+                if note:
+                    self.notes[note] += 1
+                return shape, text
+            refusal = refusal or BadRow("the chat template leaves out a turn of the conversation")
+        raise refusal or BadRow("the conversation is empty")
+
+    def _part(self, conversation: Conversation, count: int, add_generation_prompt: bool) -> str | None:
+        """The text of the first messages; None where the template refuses a conversation that stops there."""
+        try:
+            return self._apply(conversation, conversation.messages[:count], add_generation_prompt=add_generation_prompt) if count else None
+        except BadRow:
+            return None
+
+    def _apply(self, conversation: Conversation, messages: list[dict[str, Any]], tokenize: bool = False, **kwargs: Any) -> Any:
+        """The template's output for some of the messages: a string, or with `tokenize` a dict with `input_ids`."""
+        import jinja2
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=conversation.tools or None, chat_template=self.template, tokenize=tokenize, return_dict=tokenize,
+                date_string=_DATE, strftime_now=_fixed_date, **kwargs)  # fmt: skip
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # A template is a program that comes with the model, and any of these is its way to refuse a row.
+            text = " ".join(str(error).split())[:160]
+            raise BadRow(f"the chat template refuses the conversation: {text}") from error
+
+    def _has_marks(self, conversation: Conversation) -> bool:
+        if not self.tokenizer.is_fast or any(m["role"] == "assistant" and not t for m, t in zip(conversation.messages, conversation.trained, strict=True)):
+            return False
+        template = self.template or self.tokenizer.get_chat_template(None, conversation.tools or None)
+        return "endgeneration" in template
+
+    def _spans_by_prefixes(self, conversation: Conversation, text: str) -> tuple[list[int], list[Span] | None]:
+        """The ids of `text`, and the spans of the trained turns; None when some part's ids do not begin the whole's."""
+        turns = [index for index, is_trained in enumerate(conversation.trained) if is_trained]
+        parts = [text]
+        for index in turns:
+            ended = text if index + 1 == len(conversation.messages) else self._part(conversation, index + 1, False)
+            parts += [self._part(conversation, index, True) or "", ended or ""]
+        ids, *encoded = self._ids_of(parts)
+        if "" in parts or any(ids[: len(part)] != part for part in encoded):
+            return ids, None
+        lengths = [len(part) for part in encoded]
+        return ids, list(zip(lengths[::2], lengths[1::2], strict=True))
+
+    def _spans_by_characters(self, conversation: Conversation, text: str) -> list[Span]:
+        specials = [self.tokenizer.convert_ids_to_tokens(index) for index in self.special_ids]
+        offsets = self._offsets_of(text)
+        spans = []
+        for start, stop in char_spans(conversation, text, lambda count, header: self._part(conversation, count, header), specials):
+            inside = [index for index, (first, last) in enumerate(offsets) if last > start and first < stop]
+            if inside:
+                spans.append((inside[0], inside[-1] + 1))
+        return spans
+
+
+def _runs(marks: list[int]) -> list[Span]:
+    """(first, behind the last) of each run of ones."""
+    padded = [0, *marks, 0]
+    borders = [index for index in range(len(marks) + 1) if bool(padded[index]) != bool(padded[index + 1])]
+    return list(zip(borders[::2], borders[1::2], strict=True))
+
+
+def _control_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
+    """(ids that may end a turn, all ids added to the vocabulary that are not blank).
+
+    The first lacks BOS and the unknown token: an answer that ends in an unknown character has not ended.
+    """
+    added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    special = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+    never = {tokenizer.unk_token_id, tokenizer.bos_token_id} - {tokenizer.eos_token_id}
+    return special - never, (added.keys() | special) - never
+
+
+def _fixed_date(pattern: str) -> str:
+    import datetime
+
+    return datetime.datetime.fromisoformat(_DATE).strftime(pattern)
+
+
+def _start_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text, usually the BOS token or nothing."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return list(full[:start])
+    return []
