@@ -1,0 +1,53 @@
+"""Assembles the dashboard: the status strip, one tab per page, and links (`?page=monitor&run=...`) that survive a reload."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from megatrain.runs.supervisor import list_runs
+from ui.context import Context, checked_run_id
+from ui.feed import Feeds
+from ui.pages import monitor
+from ui.widgets import StatusStrip
+from ui.words import text
+
+PAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (("monitor", monitor.build),)
+
+
+def build(workspace: Path) -> gr.Blocks:
+    """The whole dashboard over the runs of `workspace`."""
+    feeds = Feeds(workspace)
+    with gr.Blocks(title=text("shell.title"), analytics_enabled=False, fill_width=True) as demo:
+        run = gr.Textbox(visible="hidden", elem_id="selected-run", label="run")
+        strip = StatusStrip(feeds)
+        with gr.Tabs(elem_id="pages", overflow_behavior="wrap") as tabs:
+            ctx = Context(workspace, feeds, run, tabs)
+            for name, build_page in PAGES:
+                with gr.Tab(text(f"shell.page_{name}"), id=name, elem_id=f"page-{name}") as tab:
+                    ctx.pages[name] = tab
+                    build_page(ctx)
+                tab.select(None, js=f"() => MegaTrain.remember({{page: '{name}'}})")
+        run.change(None, run, strip, js="run => { MegaTrain.remember({run}); return {run}; }")
+
+        def open_monitor(event: gr.EventData) -> tuple[Any, Any]:
+            return ctx.open_page("monitor", checked_run_id(event.run))
+
+        def arrive(request: gr.Request) -> tuple[Any, Any]:
+            wanted = dict(request.query_params)
+            return ctx.open_page(*landing(feeds, wanted.get("page", ""), wanted.get("run", "")))
+
+        strip.open(open_monitor, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")
+        demo.load(arrive, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")
+    return demo
+
+
+def landing(feeds: Feeds, page: str, run: str) -> tuple[str, str]:
+    """The page and run that an address asks for; else the live run, else the newest one, else a new run."""
+    names = [name for name, _ in PAGES]
+    known = {store.run_id for store in list_runs(feeds.workspace)}
+    selected = run if run in known else feeds.newest()
+    live = bool(selected) and feeds.of(selected).store.is_live()
+    fallback = "monitor" if live and "monitor" in names else names[0]
+    return page if page in names else fallback, selected

@@ -1,0 +1,134 @@
+/* The monitor's poll and its charts. One request a second brings the run, its figures and its log; other widgets hear about it. */
+const {el, show, setText, poll, say} = window.MegaTrain;
+const texts = props.texts, stored = 'megatrain.charts';
+const defaults = {axis: 'step', window: 'all', smoothing: 20, log: false};
+const settings = {...defaults, ...saved()};
+const slots = {};
+let run = '', seen = '', zoom = null, drawing = false;
+
+function saved() {
+  try { return JSON.parse(localStorage.getItem(stored)) || {}; } catch { return {}; }
+}
+function changed(part, keepZoom) {
+  Object.assign(settings, part);
+  try { localStorage.setItem(stored, JSON.stringify(settings)); } catch { /* private window: the choice lasts until it is closed */ }
+  if (!keepZoom) zoom = null;
+  seen = '';
+  refresh();
+}
+
+/* The bar above the charts. */
+function choice(key, label, options) {
+  const group = el('div', {class: 'mt-segments', role: 'radiogroup', 'aria-label': label});
+  for (const [value, words] of options) {
+    const button = el('button', {type: 'button', role: 'radio', 'data-value': value, 'aria-checked': String(settings[key] === value)}, words);
+    button.addEventListener('click', () => {
+      group.querySelectorAll('button').forEach(other => other.setAttribute('aria-checked', String(other === button)));
+      changed({[key]: value});
+    });
+    group.append(button);
+  }
+  return group;
+}
+const slider = el('input', {type: 'range', min: 0, max: 100, step: 1, 'aria-label': texts.smoothing});
+const sliderWords = el('output', {class: 'mt-num'});
+const steps = position => (position <= 0 ? 0 : Math.round(500 ** (position / 100)));          // 0 (off), then 1 to 500 steps
+const position = smoothing => (smoothing <= 0 ? 0 : Math.round(100 * Math.log(smoothing) / Math.log(500)));
+slider.value = position(settings.smoothing);
+function nameSmoothing() {
+  setText(sliderWords, settings.smoothing ? window.MegaTrain.filled(texts.smoothing_unit, {steps: settings.smoothing}) : texts.smoothing_off);
+}
+slider.addEventListener('input', () => { changed({smoothing: steps(Number(slider.value))}, true); nameSmoothing(); });
+nameSmoothing();
+const log = el('input', {type: 'checkbox', checked: settings.log});
+log.addEventListener('change', () => changed({log: log.checked}, true));
+const unzoom = el('button', {class: 'mt-button small', type: 'button', disabled: true, title: texts.zoom_hint, onclick: () => setZoom(null)}, texts.reset_zoom);
+element.querySelector('.chart-bar').append(
+  choice('axis', texts.axis, [['step', texts.axis_choice_step], ['time', texts.axis_choice_time]]),
+  choice('window', texts.window, [['all', texts.window_all], ['500', texts.window_500], ['10min', texts.window_10min]]),
+  el('label', {class: 'bar-item'}, texts.smoothing, slider, sliderWords),
+  el('label', {class: 'bar-item'}, log, texts.log), unzoom);
+
+/* One card per chart. */
+for (const name of props.names) {
+  const plot = el('div', {class: 'plot', role: 'img'}), empty = el('p', {class: 'empty', hidden: true});
+  const card = el('section', {class: 'chart', 'data-chart': name}, el('h3', {}, texts[`title_${name}`]), plot, empty);
+  element.querySelector('.chart-grid').append(card);
+  slots[name] = {card, plot, empty, drawn: false};
+}
+
+/* Colours are names of CSS variables, so one figure serves both themes. */
+function coloured(value, style) {
+  if (Array.isArray(value)) return typeof value[0] === 'object' ? value.map(item => coloured(item, style)) : value;
+  if (value && typeof value === 'object') return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item, style)]));
+  return typeof value === 'string' && value.startsWith('--mt-') ? style.getPropertyValue(value).trim() : value;
+}
+function themed(layout, style) {
+  const colour = name => style.getPropertyValue(name).trim();
+  const axis = own => ({gridcolor: colour('--mt-grid'), linecolor: colour('--mt-line'), tickfont: {size: 11}, showspikes: false, ...own});
+  const themedLayout = {
+    ...layout, autosize: true, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
+    font: {family: style.fontFamily, size: 12, color: colour('--mt-muted')},
+    hoverlabel: {bgcolor: colour('--mt-card'), bordercolor: colour('--mt-line'), font: {color: colour('--mt-text'), size: 12}},
+    xaxis: axis({...layout.xaxis, ...(zoom ? {range: zoom, autorange: false} : {autorange: true})}), yaxis: axis(layout.yaxis),
+  };
+  if (layout.yaxis2) themedLayout.yaxis2 = axis(layout.yaxis2);
+  return themedLayout;
+}
+const config = {responsive: true, displaylogo: false, displayModeBar: false, doubleClick: false};
+
+function setZoom(range) {                     // all charts share one x range; detail for it comes with the next reply
+  zoom = range;
+  unzoom.disabled = !zoom;
+  seen = '';
+  refresh();
+}
+function listen(plot) {
+  plot.on('plotly_relayout', change => {
+    const low = change['xaxis.range[0]'], high = change['xaxis.range[1]'];
+    if (!drawing && typeof low === 'number' && typeof high === 'number') setZoom([low, high]);
+  });
+  plot.on('plotly_doubleclick', () => setZoom(null));
+}
+async function draw(figures) {
+  const style = getComputedStyle(document.body);
+  drawing = true;
+  try {
+    for (const [name, figure] of Object.entries(figures)) {
+      const slot = slots[name];
+      setText(slot.empty, figure.empty || '');
+      slot.empty.hidden = !figure.empty;
+      slot.plot.hidden = Boolean(figure.empty);
+      if (figure.empty) {
+        if (slot.drawn) window.Plotly.purge(slot.plot);
+        slot.drawn = false;
+        continue;
+      }
+      await window.Plotly.react(slot.plot, coloured(figure.data, style), themed(figure.layout, style), config);
+      if (!slot.drawn) listen(slot.plot);
+      slot.drawn = true;
+      slot.plot.setAttribute('aria-label', figure.label);
+    }
+  } finally { drawing = false; }
+}
+
+const refresh = poll(element, async () => {
+  const wanted = (props.value || {}).run || '';
+  if (!window.Plotly) return 100;
+  if (wanted !== run) { run = wanted; seen = ''; zoom = null; unzoom.disabled = true; say('megatrain:other-run', {run}); }
+  const request = {run, seen, ...settings, zoom};
+  say('megatrain:ask', request);              // other widgets add what they want to know
+  const asked = zoom;
+  const reply = await server.poll(request);
+  element.classList.toggle('lost', !reply);
+  if (!reply || wanted !== ((props.value || {}).run || '')) return 1000;     // the run may have changed meanwhile
+  say('megatrain:run', reply);
+  if (reply.figures && asked === zoom) {
+    seen = reply.seen;
+    await draw(reply.figures);
+  }
+  return reply.idle ? 5000 : 1000;
+});
+window.MegaTrain.hear(element, 'megatrain:refresh', refresh);
+new MutationObserver(() => { seen = ''; refresh(); }).observe(document.body, {attributes: true, attributeFilter: ['class']});
+watch('value', () => { seen = ''; refresh(); });

@@ -1,0 +1,46 @@
+/* The status strip: one line about the run that matters, and the title of the browser tab. Its own poll, on every page. */
+const {el, show, setText, poll} = window.MegaTrain;
+const texts = props.texts;
+const dot = el('span', {class: 'mt-badge mt-idle'});
+const name = el('button', {class: 'strip-name', type: 'button', title: texts.open_monitor});
+const facts = el('span', {class: 'strip-facts mt-num'});
+const actions = el('span', {class: 'strip-actions'});
+const notice = el('span', {class: 'strip-notice', role: 'alert', hidden: true});
+const bar = el('span', {class: 'strip-bar', 'aria-hidden': 'true'});
+const announcer = el('span', {class: 'mt-sr', role: 'status', 'aria-live': 'polite'});
+const lost = el('div', {class: 'strip-lost', role: 'alert', hidden: true}, texts.unreachable);
+element.querySelector('.strip').append(dot, name, facts, notice, actions, bar, announcer, lost);
+let current = '', announced = '', announcedAt = 0;
+
+function announce(reply) {                    // a screen reader hears a change of state, else one line a minute
+  const line = `${reply.name}: ${reply.word}. ${reply.facts.join(', ')}`;
+  if (reply.word !== announced || Date.now() - announcedAt > 60000) {
+    announced = reply.word;
+    announcedAt = Date.now();
+    setText(announcer, line);
+  }
+}
+
+function draw(reply) {
+  current = reply.run || '';
+  dot.className = `mt-badge mt-${reply.tone}`;
+  setText(dot, reply.word);
+  setText(name, reply.name);
+  name.disabled = !current;
+  show(facts, reply.facts, () => reply.facts.map(fact => el('span', {}, fact)));
+  show(actions, [current, reply.buttons], () => window.MegaTrain.buttons(reply.buttons, texts, current, send));
+  bar.style.width = `${100 * (reply.progress || 0)}%`;
+  bar.hidden = reply.progress === null;
+  if (document.title !== reply.title) document.title = reply.title;
+  if (current) announce(reply);
+}
+
+const refresh = poll(element, async () => {
+  const reply = await server.status({run: (props.value || {}).run || ''});
+  lost.hidden = Boolean(reply);
+  if (reply) draw(reply);
+  return reply && reply.idle ? 3000 : 1000;
+});
+const send = window.MegaTrain.sender(server, texts, notice, refresh);
+name.addEventListener('click', () => trigger('open', {run: current}));
+watch('value', refresh);
