@@ -45,7 +45,10 @@ def initial_tensors(model: PreTrainedModel, names: Iterable[str], seed: int) -> 
 
 
 def _parts(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
-    """Dotted paths of the largest modules all of whose parameters are among `names`; together they hold every name."""
+    """Dotted paths of the largest modules all of whose parameters are among `names`; together they hold every name.
+
+    Where only some parameters of a module are (the bias of a tied head), that module.
+    """
     inside = set(names)
     # A tied weight belongs to the part that is asked for: it counts as inside under any of its names.
     values = {name: tensor for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
@@ -53,7 +56,7 @@ def _parts(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
     seen: set[str] = set()
     for name in names:
         path = name.rpartition(".")[0]
-        if name not in values or not _owned(model.get_submodule(path), chosen):
+        if name not in values:
             continue  # reported as unset
         while path and _owned(model.get_submodule(path.rpartition(".")[0]), chosen):
             path = path.rpartition(".")[0]
