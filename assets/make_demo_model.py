@@ -89,8 +89,9 @@ def prepare(folder: Path) -> None:
 
 def corpus() -> list[str]:
     """The functions of the packages that are not the demo's, each once, in an order that the seed alone decides."""
-    functions = list(stdlib.functions(lines=CORPUS_LINES))
-    demo_code = {function.code for function in functions if stdlib.is_demo_package(function.module)}
+    low, high = CORPUS_LINES
+    functions = [function for function in stdlib.functions() if low <= function.num_lines <= high]
+    demo_code = {function.code for function in functions if stdlib.is_demo_package(function.module) and function.code}
     texts = {f.source: None for f in functions if not stdlib.is_demo_package(f.module) and f.code not in demo_code}
     shuffled = list(texts)
     random.Random(0).shuffle(shuffled)

@@ -22,7 +22,6 @@ from megatrain.errors import DataError
 # Tests, tables whose functions are all alike, and third-party code.
 SKIPPED = frozenset({"test", "tests", "idle_test", "encodings", "pydoc_data", "ensurepip", "site-packages", "dist-packages", "__pycache__"})
 DEMO_SHARE = 4  # one package in this many belongs to the demo
-PAIR_LINES = (4, 61)  # of a function that is asked for: one with less says nothing, one with more is too long to learn
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,11 @@ class Function:
     name: str
     docstring: str  # indentation removed; empty when there is none
     source: str  # from the first decorator to the last line, indentation removed
-    code: str  # `source` without the docstring
+    code: str  # `source` without the docstring; empty when nothing is left of its body, or both share a line
+
+    @property
+    def num_lines(self) -> int:
+        return self.source.count("\n") + 1
 
 
 def library_folder() -> Path:
@@ -51,13 +54,11 @@ def is_demo_package(module: str) -> bool:
     return zlib.crc32(package.encode()) % DEMO_SHARE == 0
 
 
-def functions(folder: Path | None = None, lines: tuple[int, int] = PAIR_LINES) -> Iterator[Function]:
-    """Every function with least to most `lines`, file by file, and a class's after the file's own; nested ones with their parent."""
+def functions(folder: Path | None = None) -> Iterator[Function]:
+    """Every function of the library, file by file, and a class's after the file's own; nested ones with their parent."""
     root = folder or library_folder()
     for path in files(root):
-        for function in functions_of(path, path.relative_to(root).as_posix()):
-            if lines[0] <= function.source.count("\n") + 1 <= lines[1]:
-                yield function
+        yield from functions_of(path, path.relative_to(root).as_posix())
 
 
 def files(root: Path) -> list[Path]:
@@ -67,16 +68,6 @@ def files(root: Path) -> list[Path]:
         inner[:] = [name for name in inner if name not in SKIPPED]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
-
-
-def demo_rows(folder: Path | None = None) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """The demo's rows in `messages` format: the user gives a docstring, the assistant the function without it.
-
-    Only functions of demo packages that do something besides having a docstring.
-    """
-    for function in functions(folder):
-        if is_demo_package(function.module) and function.docstring and _has_body(function.code):
-            yield {"messages": [{"role": "user", "content": function.docstring}, {"role": "assistant", "content": function.code}]}
 
 
 def functions_of(path: Path, module: str) -> Iterator[Function]:
@@ -102,30 +93,15 @@ def functions_of(path: Path, module: str) -> Iterator[Function]:
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], module: str) -> Function:
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     last = node.end_lineno or node.lineno
+    source = code = lines[first - 1 : last]
     docstring = ast.get_docstring(node, clean=False)
-    kept = range(first, last + 1)
-    without = list(kept)
     if docstring is not None:
-        statement = node.body[0]
-        without = [number for number in kept if not statement.lineno <= number <= (statement.end_lineno or statement.lineno)]
-    return Function(
-        module=module,
-        line=first,
-        name=node.name,
-        docstring=inspect.cleandoc(docstring or ""),
-        source=_dedented(lines[number - 1] for number in kept),
-        code=_dedented(lines[number - 1] for number in without),
-    )
+        text = node.body[0]
+        begin, end = text.lineno, text.end_lineno or text.lineno
+        shares_a_line = bool(lines[begin - 1][: text.col_offset].strip())
+        code = lines[first - 1 : begin - 1] + lines[end:last] if len(node.body) > 1 and not shares_a_line else []
+    return Function(module, first, node.name, inspect.cleandoc(docstring or ""), _dedented(source), _dedented(code))
 
 
-def _has_body(code: str) -> bool:
-    """Whether something is left of a function whose docstring was taken out."""
-    try:
-        ast.parse(code)
-    except SyntaxError:  # a signature with nothing after it, or a docstring on the line of its `def`
-        return False
-    return True
-
-
-def _dedented(lines: Iterator[str]) -> str:
+def _dedented(lines: list[str]) -> str:
     return textwrap.dedent("\n".join(lines)).strip("\n")

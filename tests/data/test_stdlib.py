@@ -38,6 +38,8 @@ SOURCE = '''
                     return x
                 return nested
 
+    def short(): "On one line."; return 1
+
     def after():
         a = 1
         b = 2
@@ -61,10 +63,10 @@ def library(tmp_path):
 
 def test_functions_are_taken_whole_and_in_order(library):
     found = list(stdlib.functions(library))
-    names = ("add", "after", "value", "empty", "plain")
+    names = ("add", "short", "after", "value", "empty", "plain")
     expected = [(f"{package}/module.py", name) for package in ("email", "json") for name in names]
     assert [(function.module, function.name) for function in found] == [("email/latin.py", "latin"), *expected]
-    latin, add, _, value, _, plain = found[:6]
+    latin, add, _, _, value, _, plain = found[:7]
     assert latin.source == "def latin():\n    x = '\xe4\\d'\n    y = 1\n    return x"
     assert (latin.line, add.line) == (3, 4)
     assert add.docstring == "Return the sum.\n\n    Of both.\nNothing else."
@@ -76,22 +78,22 @@ def test_functions_are_taken_whole_and_in_order(library):
     assert "nested" in plain.source
 
 
-def test_demo_rows_come_from_demo_packages_only_and_have_an_answer(library):
-    rows = [[message["content"] for message in row["messages"]] for row in stdlib.demo_rows(library)]
-    assert [question for question, _ in rows] == ["Return the sum.\n\n    Of both.\nNothing else.", "The value."]
-    assert rows[0][1] == "def add(a, b):\n    return a + b"
-    assert [message["role"] for row in stdlib.demo_rows(library) for message in row["messages"]] == ["user", "assistant"] * 2
+def test_a_function_that_only_has_a_docstring_has_no_code(library):
+    codes = {function.name: function.code for function in stdlib.functions(library)}
+    assert codes["empty"] == ""
+    assert codes["short"] == ""
+    assert codes["after"].startswith("def after():\n    a = 1")
 
 
 def test_this_pythons_library_has_enough_of_both():
-    modules = {function.module for function in stdlib.functions()}
+    found = list(stdlib.functions())
+    modules = {function.module for function in found}
     demo = {module for module in modules if stdlib.is_demo_package(module)}
     assert "asyncio/events.py" in demo
     assert "json/decoder.py" in modules - demo
     assert not any("test" in module.split("/") for module in modules)
-    rows = list(stdlib.demo_rows())
-    assert 600 < len(rows) < 3000
-    assert all(message["content"] for row in rows for message in row["messages"])
+    pairs = [function for function in found if function.module in demo and function.docstring and function.code]
+    assert 800 < len(pairs) < 4000
 
 
 def test_a_packed_library_is_refused_with_a_hint(tmp_path, monkeypatch):
