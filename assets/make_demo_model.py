@@ -34,7 +34,7 @@ BUILD = ROOT / "build" / "demo-model"
 TARGET = ROOT / "assets" / "demo-model"
 RUN_NAME = "demo-model"
 
-CORPUS_LINES = (2, 300)  # of a function; one that is longer than the context is cut
+CORPUS_LINES = (2, 300)  # of a function; one that is longer than the context is split
 VOCAB_SIZE = 4096
 END, PAD, USER, ASSISTANT, SYSTEM = "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"
 CHAT_TEMPLATE = (
