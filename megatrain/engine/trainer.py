@@ -1,0 +1,345 @@
+"""READ FIRST: the training loop as a table of contents.
+
+    check     a small copy of the model is streamed and compared with autograd
+    load      weights into their homes
+    train     step after step: batch -> forward and backward -> decide the update -> report
+    evaluate  on finished weights, between steps
+    save      beside training, from finished states
+
+The update decided in one step is carried out in the next step's forward pass, block by block; whatever else reads weights
+finishes it first. Events leave through one callback; commands come in through another, asked between steps.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatrain.config import RunConfig
+from megatrain.data.batch import PackedBatch
+from megatrain.engine import checkpoint
+from megatrain.engine.adamw import Update
+from megatrain.engine.device import Device, make_device
+from megatrain.engine.engine import Engine, gradient_dtype
+from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Phase, StepDone
+from megatrain.errors import CheckpointError, MegaTrainError, NonFiniteError
+from megatrain.models.blocks import layout_record
+from megatrain.models.check import self_check
+from megatrain.models.initial import initial_tensors
+from megatrain.models.inspect import read_config
+from megatrain.models.skeleton import Skeleton, build_meta_model
+from megatrain.models.weights import WeightSource
+from megatrain.plan import Placement, Plan, Tier
+from megatrain.precision import precision_named
+
+_PAUSE_POLL_S = 0.2
+
+
+class Batches(Protocol):
+    """What the trainer needs of a data loader (megatrain.data.loader.Loader)."""
+
+    fingerprint: str
+    packs_per_step: int
+
+    def step_batch(self, step: int) -> PackedBatch: ...
+    def epoch(self, step: int) -> float: ...
+    def eval_batches(self, packs: int) -> list[PackedBatch]: ...
+
+
+@dataclass
+class Job:
+    """Everything that one training run is made from."""
+
+    config: RunConfig
+    plan: Plan
+    model_folder: Path
+    run_folder: Path
+    loader: Batches
+    num_steps: int
+    resume_from: Path | None = None  # a checkpoint folder
+
+
+def train(job: Job, report: Callable[[Event], None], poll: Callable[[], str | None]) -> Ended:
+    """Train until the last step or a command to stop.
+
+    Raises a MegaTrainError (NonFiniteError, OutOfVramError, DiskFullError, ...) when it cannot go on; the state of the
+    last whole step is saved first if that is possible.
+    """
+    trainer = Trainer(job, report, poll)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
+    """The rate of step `step` (from 0): linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
+    train_config = config.train
+    peak, warmup = train_config.learning_rate, min(train_config.warmup_steps, num_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if train_config.schedule == "constant":
+        return peak
+    progress = (step - warmup + 1) / max(1, num_steps - warmup)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if train_config.schedule == "cosine" else 1 - progress
+    return peak * (train_config.min_lr_ratio + (1 - train_config.min_lr_ratio) * share)
+
+
+def streamed_gradients(
+    skeleton: Skeleton, weights: Mapping[str, torch.Tensor], batch: PackedBatch
+) -> tuple[float, Mapping[str, torch.Tensor]]:
+    """Loss and gradients of one step of the engine in fp32 on the CPU, every state streamed: what the self-check compares."""
+    placements = tuple(Placement() for _ in skeleton.layouts)
+    plan = Plan(placements, micro_batch_packs=2, group_micro_batches=2, inputs_tier=Tier.RAM)
+    engine = Engine(skeleton, plan, precision_named("fp32"), torch.float32, Device(), batch.num_packs, batch.input_ids.shape[1])
+    engine.load_weights(lambda names: {name: weights[name] for name in names})
+    loss, _ = engine.train_step(batch, 0)
+    return loss, engine.parked_gradients()
+
+
+class Trainer:
+    """One run of one job. `step` counts finished decisions: the next step to compute."""
+
+    def __init__(self, job: Job, report: Callable[[Event], None], poll: Callable[[], str | None]) -> None:
+        self.job = job
+        self.config = job.config
+        self.report = report
+        self.poll = poll
+        self.step = 0
+        self._precision = precision_named(self.config.precision)
+        self._engine: Engine | None = None
+        self._writer: checkpoint.CheckpointWriter | None = None
+        self._saved_step = -1
+        self._saved_time = time.monotonic()
+        self._evaluated_step = -1
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the engine is not set up yet")
+        return self._engine
+
+    def run(self) -> Ended:
+        self._set_up()
+        try:
+            reason = self._loop()
+        except (MegaTrainError, torch.cuda.OutOfMemoryError, MemoryError):
+            self._save_what_can_be_saved()
+            raise
+        if reason != "stopped without saving":
+            self._evaluate(due=reason == "finished")
+            if self.config.checkpoint.at_end:
+                self._save()
+        self._wait_for_writer()
+        ended = Ended("finished" if reason == "finished" else "stopped", self.step)
+        self.report(ended)
+        return ended
+
+    def close(self) -> None:
+        """Release device and host memory."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    # -- before the first step
+
+    def _set_up(self) -> None:
+        config, job = self.config, self.job
+        torch.set_flush_denormal(True)  # moments of rows that are not hit again become denormal: ten times slower
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.allow_tf32
+        torch.use_deterministic_algorithms(config.deterministic)
+        model_config = read_config(job.model_folder)
+        self.report(Phase("check"))
+        skeleton = Skeleton(model_config, getattr(torch, self._precision.compute_dtype))
+        if getattr(model_config, "output_router_logits", False):
+            self.report(Notice("warning", "The router's auxiliary loss is not part of this training; it was switched off."))
+        notice = self_check(model_config, [layout.kind for layout in skeleton.layouts[1:-1]], streamed_gradients)
+        if notice:
+            self.report(Notice("warning", notice))
+        self.report(Phase("load", 0, len(skeleton.layouts), "blocks"))
+        parked = gradient_dtype(config, self._precision)
+        device = make_device(job.plan.device)
+        packs, length = config.packs_per_step, config.data.sequence_length
+        self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, config.train.seed)
+        if self.engine.store.pinned.refusal:
+            self.report(Notice("warning", self.engine.store.pinned.refusal))
+        self._writer = checkpoint.CheckpointWriter(job.run_folder / "checkpoints", config.checkpoint.keep)
+        if job.resume_from is not None:
+            self._resume(job.resume_from)
+        else:
+            self._load_weights(model_config)
+        device.synchronize()
+
+    def _load_weights(self, model_config: object) -> None:
+        def progress(done: int, total: int) -> None:
+            self.report(Phase("load", done, total, "blocks"))
+
+        meta = build_meta_model(model_config, getattr(torch, self._precision.compute_dtype))  # type: ignore[arg-type]
+        if self.config.model.from_scratch:
+            seed = self.config.train.seed
+            self.engine.load_weights(lambda names: initial_tensors(meta, names, seed), progress)
+            return
+        source = WeightSource(self.job.model_folder, meta)
+        self.engine.load_weights(source.tensors, progress)
+        for text in source.notices:
+            self.report(Notice("info", text))
+
+    def _resume(self, folder: Path) -> None:
+        reader = checkpoint.load(folder)
+        meta = reader.meta
+        if meta.get("loader_fingerprint") != self.job.loader.fingerprint:
+            raise CheckpointError(
+                f"{folder.name} was made with other data than this run now has.",
+                "Restore the data and its settings, or start a new run.",
+            )
+        if meta.get("precision") != self._precision.name:
+            raise CheckpointError(f"{folder.name} holds {meta.get('precision')} states, not {self._precision.name}.", "Resume with that precision.")
+        for index, layout in enumerate(self.engine.layouts):
+            self.engine.write_block(index, checkpoint.engine_states(layout, reader.block(layout.name)))
+            self.report(Phase("load", index + 1, len(self.engine.layouts), "blocks"))
+        self.step = self._saved_step = int(meta["step"])
+
+    # -- the loop
+
+    def _loop(self) -> str:
+        """Until the last step ("finished") or a command ("stopped", "stopped without saving")."""
+        self.report(Phase("train", self.step, self.job.num_steps, "steps"))
+        last = time.perf_counter()
+        while self.step < self.job.num_steps:
+            ended = self._obey()
+            if ended:
+                return ended
+            last = last if ended is None else time.perf_counter()  # a pause is no part of a step
+            batch = self.job.loader.step_batch(self.step)
+            loss, grad_norm = self.engine.train_step(batch, self.step)
+            self._require_finite(loss, grad_norm)
+            rate = learning_rate(self.config, self.step, self.job.num_steps)
+            self.engine.decide(self._update(rate, grad_norm))
+            self.step += 1
+            now = time.perf_counter()
+            self._report_step(batch, loss, grad_norm, rate, now - last)
+            last = now
+            if self._evaluate(due=self._is_due(self.config.evaluation.every_steps)) | self._save_if_due():
+                last = time.perf_counter()
+        return "finished"
+
+    def _update(self, rate: float, grad_norm: float) -> Update:
+        settings = self.config.train
+        limit = settings.max_grad_norm
+        clip = limit / grad_norm if limit and grad_norm > limit else 1.0
+        return Update(self.step + 1, rate, clip, settings.beta1, settings.beta2, settings.eps, settings.weight_decay)
+
+    def _require_finite(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        what = "The loss" if not math.isfinite(loss) else "The gradient norm"
+        raise NonFiniteError(
+            f"{what} became {loss if not math.isfinite(loss) else grad_norm} at step {self.step + 1}; nothing was updated.",
+            "Resume from the last checkpoint with half the learning rate, or look at the data of that step.",
+        )
+
+    def _report_step(self, batch: PackedBatch, loss: float, grad_norm: float, rate: float, step_s: float) -> None:
+        moved, waits = self.engine.device.take_counters()
+        self.report(
+            StepDone(
+                self.step, loss, grad_norm, rate, batch.num_tokens, batch.trained_tokens, step_s, self.job.loader.epoch(self.step), moved, waits
+            )
+        )
+
+    def _is_due(self, every: int) -> bool:
+        return bool(every) and self.step % every == 0
+
+    def _evaluate(self, due: bool) -> bool:
+        """Measure the held-out loss, if it is due and there is any held-out data."""
+        if not due or self._evaluated_step == self.step:
+            return False
+        batches = self.job.loader.eval_batches(self.job.plan.micro_batch_packs)
+        if not batches:
+            return False
+        self.report(Phase("evaluate"))
+        start = time.perf_counter()
+        loss, tokens = self.engine.evaluate(batches)
+        self._evaluated_step = self.step
+        self.report(EvalDone(self.step, loss, tokens, time.perf_counter() - start))
+        self.report(Phase("train", self.step, self.job.num_steps, "steps"))
+        return True
+
+    # -- commands
+
+    def _obey(self) -> str | None:
+        """Carry out what was commanded. None: nothing was; "": go on; else how the run ends."""
+        command = self.poll()
+        if command == "checkpoint":
+            self._save()
+            return ""
+        if command == "pause":
+            self.engine.finish()
+            while command not in ("continue", "stop", "stop_discard"):
+                if command == "checkpoint":
+                    self._save()
+                time.sleep(_PAUSE_POLL_S)
+                command = self.poll()
+        return {"stop": "stopped", "stop_discard": "stopped without saving", None: None}.get(command, "")
+
+    # -- saving
+
+    def _save_if_due(self) -> bool:
+        settings = self.config.checkpoint
+        minutes = (time.monotonic() - self._saved_time) / 60
+        if self.step >= self.job.num_steps or not (
+            self._is_due(settings.every_steps) or settings.every_minutes and minutes >= settings.every_minutes
+        ):
+            return False
+        self._save()
+        return True
+
+    def _save(self) -> None:
+        """Start writing the state after `step` updates; training goes on, each block's next update waits for the writer."""
+        if self._writer is None or self._saved_step == self.step:
+            return
+        self._wait_for_writer()
+        self.engine.finish()
+        self.report(Phase("save"))
+        gates = {index: threading.Event() for index in range(len(self.engine.layouts))}
+        blocks = [self._snapshot(index, gate) for index, gate in gates.items()]
+        self._writer.start(self.step, blocks, self._meta(), protect=self.job.resume_from)
+        self.engine.optimizer.gate(gates)
+        self._saved_step, self._saved_time = self.step, time.monotonic()
+
+    def _snapshot(self, index: int, gate: threading.Event) -> checkpoint.BlockSnapshot:
+        layout, engine = self.engine.layouts[index], self.engine
+        return checkpoint.BlockSnapshot(layout.name, lambda: checkpoint.file_states(layout, engine.read_block(index)), gate.set)
+
+    def _meta(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "position": self.step,
+            "loader_fingerprint": self.job.loader.fingerprint,
+            "precision": self._precision.name,
+            "config": self.config.to_dict(),
+            "layouts": [layout_record(layout) for layout in self.engine.layouts],
+        }
+
+    def _wait_for_writer(self) -> None:
+        """Wait for the checkpoint being written, report it, and raise the writer's failure."""
+        if self._writer is None:
+            return
+        done = self._writer.wait()
+        if done is not None:
+            self.report(CheckpointDone(done.step, str(done.path), done.num_bytes, done.duration_s, tuple(str(p) for p in done.removed)))
+
+    def _save_what_can_be_saved(self) -> None:
+        """After a failure: the state of the last whole step, unless saving fails as well."""
+        try:
+            if self._engine is not None:
+                self._save()
+                self._wait_for_writer()
+        except (MegaTrainError, RuntimeError, MemoryError, OSError) as error:
+            self.report(Notice("warning", f"The state could not be saved after the failure: {error}"))
+
+
