@@ -13,7 +13,7 @@ from megatrain.data import stdlib
 from megatrain.data.files import Row
 from megatrain.errors import DataError
 
-MIN_LINES, MAX_LINES = 4, 61  # of a function: one with less says nothing, one with more is too long to learn
+MIN_LINES, MAX_LINES = 4, 35  # of a function: one with less says nothing, one with more does not fit 512 tokens
 
 
 class DemoSource:
