@@ -88,6 +88,13 @@ class Axis:
     def title(self) -> str:
         return text("charts.axis_step") if self.by_step else text("charts.axis_minutes" if self.unit_s == 60 else "charts.axis_hours")
 
+    def range(self) -> list[float]:
+        """First and last x in sight, the same for every chart."""
+        x = self.of_steps() if self.by_step else self.of(np.array([self.start, self.end]))
+        first, last = (float(x[0]), float(x[-1])) if len(x) else (0.0, 1.0)
+        first, last = max(first, self.low), min(last, self.high)
+        return [first, last if last > first else first + 1.0]
+
     def shown(self, x: Floats) -> slice:
         """The rows to draw: those in sight and one neighbour on each side, so that lines run to the border."""
         first = int(np.searchsorted(x, self.low, "left"))
@@ -151,13 +158,13 @@ def vram(rows: RunRows, options: ChartOptions, axis: Axis) -> Figure:
     """Memory of the graphics card: all programs, this run, and the predicted peak."""
     if not rows.has_gpu:
         return {"empty": text("charts.no_gpu")}
-    lines = [("gpu0_vram_used_bytes_max", "--mt-sky", "charts.vram_all"), ("process_vram_bytes_max", "--mt-blue", "charts.this_run")]
+    lines = [("gpu0_vram_used_bytes_max", "--mt-orange", "charts.vram_all"), ("process_vram_bytes_max", "--mt-blue", "charts.this_run")]
     return _memory(rows, options, axis, lines, rows.predicted.vram_bytes if rows.predicted else 0)
 
 
 def ram(rows: RunRows, options: ChartOptions, axis: Axis) -> Figure:
     """Host memory: the whole machine, this run, and the predicted peak."""
-    lines = [("ram_used_bytes_max", "--mt-sky", "charts.ram_all"), ("worker_ram_bytes_max", "--mt-blue", "charts.this_run")]
+    lines = [("ram_used_bytes_max", "--mt-orange", "charts.ram_all"), ("worker_ram_bytes_max", "--mt-blue", "charts.this_run")]
     return _memory(rows, options, axis, lines, rows.predicted.ram_bytes if rows.predicted else 0)
 
 
@@ -185,7 +192,8 @@ def gpu(rows: RunRows, options: ChartOptions, axis: Axis) -> Figure:
     figure = _figure(rows, axis, [use, power], options, y_format=".3~g", from_zero=True)
     if "layout" in figure:
         figure["layout"]["yaxis"] |= {"range": [0, 102], "autorange": False}
-        figure["layout"]["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, "fixedrange": True, "rangemode": "tozero"}
+        figure["layout"]["yaxis2"] = {"overlaying": "y", "side": "right", "showgrid": False, "fixedrange": True, "rangemode": "tozero",
+                                     "tickmode": "auto", "nticks": 6, "tickformat": ".0f"}  # fmt: skip
         figure["layout"]["margin"]["r"] = 44
     return figure
 
@@ -270,7 +278,7 @@ def _figure(rows: RunRows, axis: Axis, data: list[Figure], options: ChartOptions
         "dragmode": "zoom",
         "showlegend": sum(trace.get("showlegend", True) for trace in drawn) > 1,
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "font": {"size": 11}},
-        "xaxis": {"title": {"text": axis.title(), "standoff": 6, "font": {"size": 11}}, "nticks": 8, "zeroline": False},
+        "xaxis": {"title": {"text": axis.title(), "standoff": 6, "font": {"size": 11}}, "nticks": 8, "zeroline": False, "range": axis.range()},
         "yaxis": y_axis,
     }
     if layout["showlegend"]:

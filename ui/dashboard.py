@@ -1,4 +1,7 @@
-"""Assembles the dashboard: the status strip, one tab per page, and links (`?page=monitor&run=...`) that survive a reload."""
+"""Assembles the dashboard: the status strip, one tab per page, and links (`?view=monitor&run=...`) that survive a reload.
+
+Not `?page=`: Gradio reads that one itself, and answers 500 when it names none of its own pages.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +13,7 @@ from megatrain.runs.supervisor import list_runs
 from ui.context import Context, checked_run_id
 from ui.feed import Feeds
 from ui.pages import monitor
-from ui.widgets import StatusStrip
+from ui.widgets import status_strip
 from ui.words import text
 
 PAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (("monitor", monitor.build),)
@@ -21,14 +24,14 @@ def build(workspace: Path) -> gr.Blocks:
     feeds = Feeds(workspace)
     with gr.Blocks(title=text("shell.title"), analytics_enabled=False, fill_width=True) as demo:
         run = gr.Textbox(visible="hidden", elem_id="selected-run", label="run")
-        strip = StatusStrip(feeds)
+        strip = status_strip(feeds)
         with gr.Tabs(elem_id="pages", overflow_behavior="wrap") as tabs:
             ctx = Context(workspace, feeds, run, tabs)
             for name, build_page in PAGES:
                 with gr.Tab(text(f"shell.page_{name}"), id=name, elem_id=f"page-{name}") as tab:
                     ctx.pages[name] = tab
                     build_page(ctx)
-                tab.select(None, js=f"() => MegaTrain.remember({{page: '{name}'}})")
+                tab.select(None, js=f"() => MegaTrain.remember({{view: '{name}'}})")
         run.change(None, run, strip, js="run => { MegaTrain.remember({run}); return {run}; }")
 
         def open_monitor(event: gr.EventData) -> tuple[Any, Any]:
@@ -36,7 +39,7 @@ def build(workspace: Path) -> gr.Blocks:
 
         def arrive(request: gr.Request) -> tuple[Any, Any]:
             wanted = dict(request.query_params)
-            return ctx.open_page(*landing(feeds, wanted.get("page", ""), wanted.get("run", "")))
+            return ctx.open_page(*landing(feeds, wanted.get("view", ""), wanted.get("run", "")))
 
         strip.open(open_monitor, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")
         demo.load(arrive, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")

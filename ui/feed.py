@@ -71,6 +71,10 @@ class RunFeed:
                 self._has_gpu(plan), self._steps, self._telemetry, tuple(self._events), dict(self._phases), seen,
             )  # fmt: skip
 
+    def config(self) -> RunConfig | None:
+        """The run's configuration; None while its file is missing or does not parse."""
+        return self._config.read()
+
     def name(self) -> str:
         """The name that the user gave, else the run's id."""
         config = self._config.read()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gradio as gr
 
-CSS = "\n".join((Path(__file__).parent / "static" / name).read_text("utf-8") for name in ("style.css", "widgets.css", "form.css"))
+CSS = "\n".join((Path(__file__).parent / "static" / name).read_text("utf-8") for name in ("style.css", "widgets.css", "form.css", "runs.css"))
 
 ACCENT = gr.themes.Color(
     c50="#eef4ff", c100="#dbe7fe", c200="#bfd3fd", c300="#93b4fb", c400="#6490f6", c500="#3b6fe8",
@@ -17,7 +17,7 @@ GREY = gr.themes.Color(
     c50="#f6f7f9", c100="#eceef2", c200="#dfe3e8", c300="#c7cdd6", c400="#98a2b0", c500="#667180",
     c600="#4b5563", c700="#353d49", c800="#1f252d", c900="#161b21", c950="#0e1216", name="grey",
 )  # fmt: skip
-SANS = ("ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "Liberation Sans", "sans-serif")
+SANS = ("-apple-system", "Segoe UI", "Roboto", "Noto Sans", "Liberation Sans", "system-ui", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "Noto Sans Mono", "Liberation Mono", "monospace")
 
 THEME = gr.themes.Base(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.runs.records import RunState
-from megatrain.units import format_bytes, format_count, format_duration, format_rate, three_digits
+from megatrain.units import format_bytes, format_count, format_duration, three_digits
 from ui.feed import RunRows
 from ui.rows import smooth
 from ui.words import text
@@ -20,7 +20,7 @@ ETA_STEPS = 100  # time left follows the latest steps
 ETA_HIDDEN_STEPS = 10  # the first steps are slower and say little
 LOSS_SMOOTHING = 20.0  # steps
 TREND_STEPS = 50
-TREND_SHARE = 0.005  # a smaller change is called steady
+TREND_SHARE = 0.005  # a smaller change, or one within the noise, is called steady
 CHAIN = ("download", "tokenise", "check", "load", "train", "save")
 CHAIN_OF = {"plan": "check", "evaluate": "train"}  # stages without a link of their own
 TONES = {
@@ -80,15 +80,18 @@ def clock(seconds_from_now: float, now: float) -> str:
 
 def loss_trend(rows: RunRows) -> tuple[float, str]:
     """The smoothed loss now, and whether it is falling, rising or steady (empty while too few steps are there)."""
-    smoothed = smooth(rows.steps["loss"], LOSS_SMOOTHING)
-    smoothed = smoothed[np.isfinite(smoothed)]
+    raw = rows.steps["loss"]
+    raw = raw[np.isfinite(raw)]
+    smoothed = smooth(raw, LOSS_SMOOTHING)
     if not len(smoothed):
         return float("nan"), ""
     if len(smoothed) < 10:
         return float(smoothed[-1]), ""
-    before, now = float(smoothed[-1 - min(TREND_STEPS, len(smoothed) // 2)]), float(smoothed[-1])
-    change = (now - before) / abs(before) if before else 0.0
-    return now, "falling" if change < -TREND_SHARE else "rising" if change > TREND_SHARE else "steady"
+    reach = min(TREND_STEPS, len(smoothed) // 2)
+    before, now = float(smoothed[-1 - reach]), float(smoothed[-1])
+    noise = float(np.std(raw[-reach:] - smoothed[-reach:])) * 2 / math.sqrt(LOSS_SMOOTHING)
+    change = now - before
+    return now, "steady" if abs(change) <= max(TREND_SHARE * abs(before), noise) else "falling" if change < 0 else "rising"
 
 
 def progress(rows: RunRows) -> float | None:
@@ -183,7 +186,8 @@ def _bus(rows: RunRows, active: bool) -> dict[str, str]:
         detail = text("monitor.bus_moved")
     if not active or not math.isfinite(down):
         return {"key": "bus", "value": NOTHING, "detail": ""}
-    return {"key": "bus", "value": f"↓ {format_rate(down)}", "second": f"↑ {format_rate(up)}" if math.isfinite(up) else "", "detail": detail}
+    both = f"↓ {three_digits(down / 1e9)} ↑ {three_digits(up / 1e9)}" if math.isfinite(up) else f"↓ {three_digits(down / 1e9)}"
+    return {"key": "bus", "value": both, "unit": "GB/s", "detail": detail}
 
 
 def phases(rows: RunRows) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""gr.HTML components with their own JavaScript (static/*.js) and, where they need data, one server function each.
+"""gr.HTML components with their own JavaScript (static/*.js) and the server functions that it calls.
 
 Their templates hold no values: the scripts build elements from text, so nothing from a run can become markup. Server functions can
 be called by anyone who reaches the port, so each checks what it is handed and answers an error in words.
@@ -23,11 +23,6 @@ STRIP_ACTIONS = ("pause", "continue", "stop", "resume")
 Reply = dict[str, Any]
 
 
-def script(name: str) -> str:
-    """The JavaScript of a widget. Each runs in a function of its own; names do not meet."""
-    return (STATIC / name).read_text("utf-8")
-
-
 def _asked(request: object, key: str) -> Any:
     return request.get(key) if isinstance(request, dict) else None
 
@@ -46,74 +41,65 @@ def acting(feeds: Feeds) -> Callable[[Any], Reply]:
     return act
 
 
-class StatusStrip(gr.HTML):
-    """One line above every page about the selected run, or the live one. Event: open({run})."""
+def status_strip(feeds: Feeds) -> gr.HTML:
+    """One line above every page about the live run, or the selected one. Value: {"run": id}. Event: open({run})."""
 
-    def __init__(self, feeds: Feeds) -> None:
-        def status(request: Any) -> Reply:
-            feed = _feed(feeds, _asked(request, "run"))
-            if feed is None:
-                words = {"word": text("shell.no_run"), "name": text("shell.no_run_hint"), "title": text("shell.title")}
-                return {"run": "", "tone": "idle", "facts": [], "progress": None, "buttons": [], "idle": True, **words}
-            rows, now = feed.rows(), time.time()
-            found = controls.buttons(rows, feed.num_checkpoints(), now)
-            buttons = [button for button in found if button["action"] in STRIP_ACTIONS]
-            return {**view.strip(rows, now), "buttons": buttons, "idle": not rows.status.is_active}
+    def status(request: Any) -> Reply:
+        feed = _feed(feeds, _asked(request, "run"), live_first=True)
+        if feed is None:
+            words = {"word": text("shell.no_run"), "name": text("shell.no_run_hint"), "title": text("shell.title")}
+            return {"run": "", "tone": "idle", "facts": [], "progress": None, "buttons": [], "idle": True, **words}
+        rows, now = feed.rows(), time.time()
+        found = controls.buttons(rows, feed.num_checkpoints(), now)
+        buttons = [button for button in found if button["action"] in STRIP_ACTIONS]
+        return {**view.strip(rows, now), "buttons": buttons, "idle": not rows.status.is_active}
 
-        super().__init__(
-            value={"run": ""}, elem_id="status-strip", html_template="<div class='strip'></div>", js_on_load=script("strip.js"),
-            server_functions=[status, acting(feeds)], texts=section("shell") | section("monitor"),
-        )  # fmt: skip
+    texts = section("shell") | section("monitor")
+    return _widget("strip.js", "<div class='strip'></div>", [status, acting(feeds)], texts, value={"run": ""}, elem_id="status-strip")
 
 
-class RunHead(gr.HTML):
-    """The top of the monitor page. Hears the page's poll. Event: pick({run})."""
+def run_head(feeds: Feeds) -> gr.HTML:
+    """The top of the monitor page: which run, its buttons, its stages and numbers. Hears the page's poll. Event: pick({run})."""
 
-    TEMPLATE = (
+    def runs(request: Any) -> list[Reply]:
+        return [_listed(feeds.of(store.run_id)) for store in list_runs(feeds.workspace)]
+
+    template = (
         "<div class='nothing mt-empty' hidden></div><div class='something'><div class='top'></div><div class='notes'></div>"
         "<div class='why'></div><ol class='chain'></ol><div class='numbers'></div></div>"
     )
-
-    def __init__(self, feeds: Feeds) -> None:
-        def runs(request: Any) -> list[Reply]:
-            return [_listed(feeds.of(store.run_id)) for store in list_runs(feeds.workspace)]
-
-        super().__init__(
-            html_template=self.TEMPLATE, js_on_load=script("head.js"), elem_classes=["run-head"],
-            server_functions=[runs, acting(feeds)], texts=section("monitor"),
-        )  # fmt: skip
+    return _widget("head.js", template, [runs, acting(feeds)], section("monitor"), elem_classes=["run-head"])
 
 
-class LiveCharts(gr.HTML):
-    """The charts of a run and the page's only poll; set its value to {"run": id}."""
+def live_charts(feeds: Feeds) -> gr.HTML:
+    """The charts of a run, and the page's only poll. Value: {"run": id}."""
 
-    TEMPLATE = "<div class='chart-bar'></div><div class='chart-grid'></div>"
+    def poll(request: Any) -> Reply:
+        feed = _feed(feeds, _asked(request, "run"))
+        return monitor_reply(feed, request, time.time()) if feed else {"run": "", "idle": True}
 
-    def __init__(self, feeds: Feeds) -> None:
-        def poll(request: Any) -> Reply:
-            feed = _feed(feeds, _asked(request, "run"), fall_back=False)
-            return monitor_reply(feed, request, time.time()) if feed else {"run": "", "idle": True}
-
-        super().__init__(
-            value={"run": ""}, html_template=self.TEMPLATE, js_on_load=script("charts.js"), elem_classes=["live-charts"],
-            server_functions=[poll], texts=section("charts"), names=list(charts.CHARTS),
-        )  # fmt: skip
+    template = "<div class='chart-bar'></div><div class='chart-grid'></div>"
+    names = list(charts.CHARTS)
+    return _widget("charts.js", template, [poll], section("charts"), value={"run": ""}, names=names, elem_classes=["live-charts"])
 
 
-class LogView(gr.HTML):
+def log_view() -> gr.HTML:
     """The end of worker.log; hears the page's poll."""
-
-    def __init__(self) -> None:
-        template = "<div class='log-bar'></div><div class='log-body'></div>"
-        super().__init__(html_template=template, js_on_load=script("log.js"), elem_classes=["log-view"], texts=section("monitor"))
+    template = "<div class='log-bar'></div><div class='log-body'></div>"
+    return _widget("log.js", template, [], section("monitor"), elem_classes=["log-view"])
 
 
-class EventList(gr.HTML):
+def event_list() -> gr.HTML:
     """What happened in the run; hears the page's poll."""
+    return _widget("events.js", "<div class='events'></div>", [], section("monitor"), elem_classes=["event-view"])
 
-    def __init__(self) -> None:
-        template = "<div class='events'></div>"
-        super().__init__(html_template=template, js_on_load=script("events.js"), elem_classes=["event-view"], texts=section("monitor"))
+
+def _widget(file: str, template: str, functions: list[Callable[[Any], Any]], texts: dict[str, str], **properties: Any) -> gr.HTML:
+    """A gr.HTML with the script `static/file`. No subclass: gradio would write a stub beside the source of each."""
+    code = (STATIC / file).read_text("utf-8")
+    return gr.HTML(
+        html_template=template, js_on_load=code, server_functions=functions, texts=texts, apply_default_css=False, **properties
+    )  # fmt: skip
 
 
 def monitor_reply(feed: RunFeed, request: Any, now: float) -> Reply:
@@ -132,15 +118,19 @@ def monitor_reply(feed: RunFeed, request: Any, now: float) -> Reply:
     return reply
 
 
-def _feed(feeds: Feeds, run_id: object, fall_back: bool = True) -> RunFeed | None:
-    """The feed of the run asked for, else of the live or newest run; None when there is none."""
+def _feed(feeds: Feeds, run_id: object, live_first: bool = False) -> RunFeed | None:
+    """The feed of the run asked for, else of the live or newest run; None when there is none. `live_first`: a run that is over gives way."""
     try:
-        return feeds.of(checked_run_id(run_id))
+        feed = feeds.of(checked_run_id(run_id))
     except MegaTrainError:
-        newest = feeds.newest() if fall_back else ""
-        return feeds.of(newest) if newest else None
+        feed = None
+    if feed is not None and (not live_first or feed.store.is_live()):
+        return feed
+    newest = feeds.of(feeds.newest()) if feeds.newest() else None
+    return newest if feed is None or (newest is not None and newest.store.is_live()) else feed
 
 
 def _listed(feed: RunFeed) -> Reply:
     status = feed.store.state()
-    return {"run": feed.store.run_id, "name": feed.name(), "word": text(f"states.{status.state}")}
+    started = time.localtime(status.started_s or status.created_s or 0)
+    return {"run": feed.store.run_id, "name": feed.name(), "word": text(f"states.{status.state}"), "started": time.strftime("%b %d %H:%M", started)}

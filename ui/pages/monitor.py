@@ -5,16 +5,16 @@ from typing import Any
 import gradio as gr
 
 from ui.context import Context, checked_run_id
-from ui.widgets import EventList, LiveCharts, LogView, RunHead
+from ui.widgets import event_list, live_charts, log_view, run_head
 
 
 def build(ctx: Context) -> None:
-    """The page. Its widgets hear one poll, which LiveCharts owns."""
-    head = RunHead(ctx.feeds)
-    live = LiveCharts(ctx.feeds)
+    """The page. Its widgets hear one poll, which the charts own."""
+    head = run_head(ctx.feeds)
+    live = live_charts(ctx.feeds)
     with gr.Row(elem_classes=["monitor-foot"]):
-        EventList()
-        LogView()
+        event_list()
+        log_view()
 
     def pick(event: gr.EventData) -> Any:
         return checked_run_id(event.run)

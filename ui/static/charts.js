@@ -70,7 +70,7 @@ function themed(layout, style) {
     ...layout, autosize: true, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
     font: {family: style.fontFamily, size: 12, color: colour('--mt-muted')},
     hoverlabel: {bgcolor: colour('--mt-card'), bordercolor: colour('--mt-line'), font: {color: colour('--mt-text'), size: 12}},
-    xaxis: axis({...layout.xaxis, ...(zoom ? {range: zoom, autorange: false} : {autorange: true})}), yaxis: axis(layout.yaxis),
+    xaxis: axis({...layout.xaxis, ...(zoom ? {range: zoom} : {})}), yaxis: axis(layout.yaxis),
   };
   if (layout.yaxis2) themedLayout.yaxis2 = axis(layout.yaxis2);
   return themedLayout;
@@ -112,17 +112,19 @@ async function draw(figures) {
   } finally { drawing = false; }
 }
 
+const selected = () => (props.value || {}).run || new URL(window.location.href).searchParams.get('run') || run;
 const refresh = poll(element, async () => {
-  const wanted = (props.value || {}).run || '';
+  const wanted = selected();
   if (!window.Plotly) return 100;
-  if (wanted !== run) { run = wanted; seen = ''; zoom = null; unzoom.disabled = true; say('megatrain:other-run', {run}); }
+  if (wanted !== run && wanted) { run = wanted; seen = ''; zoom = null; unzoom.disabled = true; say('megatrain:other-run', {run}); }
   const request = {run, seen, ...settings, zoom};
   say('megatrain:ask', request);              // other widgets add what they want to know
   const asked = zoom;
   const reply = await server.poll(request);
   element.classList.toggle('lost', !reply);
-  if (!reply || wanted !== ((props.value || {}).run || '')) return 1000;     // the run may have changed meanwhile
+  if (!reply || wanted !== selected()) return 1000;     // the run may have changed meanwhile
   say('megatrain:run', reply);
+  if (!wanted) run = reply.run || '';       // nothing was chosen: the server took the live or the newest run
   if (reply.figures && asked === zoom) {
     seen = reply.seen;
     await draw(reply.figures);

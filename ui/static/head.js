@@ -14,7 +14,7 @@ let run = '';
 async function fillPicker() {
   const runs = await server.runs({});
   if (!runs) return;
-  show(picker, [runs, run], () => runs.map(item => el('option', {value: item.run, selected: item.run === run}, `${item.name} · ${item.word}`)));
+  show(picker, [runs, run], () => runs.map(item => el('option', {value: item.run, selected: item.run === run}, `${item.name} · ${item.started}`)));
 }
 picker.addEventListener('change', () => trigger('pick', {run: picker.value}));
 picker.addEventListener('focus', fillPicker);
@@ -35,7 +35,7 @@ function number(item) {
     el('span', {class: 'label'}, texts[`number_${item.key}`]),
     el('span', {class: 'value mt-num'}, item.value,
       item.trend ? el('span', {class: `arrow ${item.trend}`, 'aria-hidden': 'true'}, arrows[item.trend]) : null,
-      item.second ? el('span', {class: 'second'}, item.second) : null),
+      item.unit ? el('span', {class: 'unit'}, item.unit) : null),
     el('span', {class: 'detail mt-num'}, item.detail || '\u00a0'));
 }
 function card(error) {
@@ -50,9 +50,8 @@ hear(element, 'megatrain:run', reply => {
   part('nothing').hidden = !none;
   part('something').hidden = none;
   if (none) return;
-  run = reply.run;
+  if (run !== reply.run) { run = reply.run; fillPicker(); }
   state.className = `mt-badge mt-${reply.tone}`;
-  if (state.textContent && state.textContent !== reply.word) fillPicker();
   setText(state, reply.word);
   show(chips, reply.chips, () => reply.chips.map(chip => el('span', {class: 'chip', title: chip}, chip)));
   show(actions, [run, reply.buttons], () => window.MegaTrain.buttons(reply.buttons, texts, run, send));

@@ -41,8 +41,11 @@ function take(reply) {
   box.append(...visible.map(drawn));
   return settle();
 }
-box.addEventListener('scroll', () => {
-  follow.checked = box.scrollHeight - box.scrollTop - box.clientHeight < 24;
+let top = 0;
+box.addEventListener('scroll', () => {        // scrolling up means reading: stop following; the end means following again
+  if (box.scrollHeight - box.scrollTop - box.clientHeight < 8) follow.checked = true;
+  else if (box.scrollTop < top) follow.checked = false;
+  top = box.scrollTop;
 });
 follow.addEventListener('change', settle);
 search.addEventListener('input', redraw);

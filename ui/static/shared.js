@@ -88,7 +88,7 @@ window.MegaTrain = (() => {
     return new Promise(resolve => {
       const dialog = el('dialog', {class: 'mt-dialog', 'aria-label': spec.label});
       const done = answer => { dialog.close(); dialog.remove(); resolve(answer); };
-      const tone = spec.action === 'stop_discard' || spec.action === 'force_quit' ? 'danger' : 'primary';
+      const tone = ['stop_discard', 'force_quit', 'delete'].includes(spec.action) ? 'danger' : 'primary';
       dialog.append(
         el('h3', {}, spec.label), el('p', {}, spec.ask),
         el('div', {class: 'mt-dialog-buttons'},
@@ -100,7 +100,7 @@ window.MegaTrain = (() => {
     });
   }
 
-  const stops = ['stop', 'stop_discard', 'force_quit'];
+  const stops = ['stop', 'stop_discard', 'force_quit', 'delete'];
 
   /** The buttons of a run. Stopping asks first and says what it costs; a button that cannot be used says why. */
   function buttons(specs, texts, run, send) {
