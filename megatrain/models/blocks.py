@@ -7,8 +7,9 @@ fp32 (or gradient-dtype) array over the elements of `a` followed by those of `b`
 Invariant: places depend on the model and the precision only, never on a plan.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -140,9 +141,19 @@ def lay_out(
     return BlockLayout(name, kind, tuple(entries), tuple(placed), filled["a"], filled["b"], compute_dtype)
 
 
-def layout_record(layout: BlockLayout) -> dict[str, object]:
+def layout_record(layout: BlockLayout) -> dict[str, Any]:
     """The layout as JSON values, for a checkpoint's manifest."""
-    entries: Sequence[dict[str, object]] = [
-        {"name": e.name, "shape": list(e.shape), "segment": e.segment, "offset": e.offset, "numel": e.numel} for e in layout.entries
-    ]
-    return {"name": layout.name, "kind": layout.kind, "numel_a": layout.numel_a, "numel_b": layout.numel_b, "entries": entries}
+    record = asdict(layout)
+    for part in (record, *record["buffers"]):
+        key = "compute_dtype" if part is record else "dtype"
+        part[key] = str(part[key]).removeprefix("torch.")
+    return record
+
+
+def layout_from_record(record: Mapping[str, Any]) -> BlockLayout:
+    """The inverse of `layout_record`, also after JSON has made lists of tuples."""
+    entries = tuple(ParamEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["entries"])
+    buffers = tuple(
+        BufferEntry(**{**entry, "shape": tuple(entry["shape"]), "dtype": getattr(torch, entry["dtype"])}) for entry in record["buffers"]
+    )
+    return BlockLayout(**{**record, "entries": entries, "buffers": buffers, "compute_dtype": getattr(torch, record["compute_dtype"])})

@@ -20,7 +20,7 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 
 from megatrain import platform
 from megatrain.errors import ModelError, UnsupportedModelError
-from megatrain.models.tensorfile import TensorFile, TensorFileWriter, disk_errors
+from megatrain.models.tensorfile import TensorFile, TensorFileWriter, bytes_of, disk_errors
 from megatrain.models.weights import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -152,7 +152,9 @@ class _Saver:
                 waiting.setdefault(group, {})[name] = tensor.to(self._dtype(name))
                 if len(waiting[group]) == len(self.groups[group]):
                     for output, value in self._revert(waiting.pop(group)).items():
-                        checksums[output] = writers[self.shard_of[output]].write(output, value)
+                        value = value.contiguous()
+                        writers[self.shard_of[output]].write(output, value)
+                        checksums[output] = hashlib.sha256(bytes_of(value)).hexdigest()
             lost = [name for name in group_of if name not in done]
             if lost:
                 raise ModelError(f"{len(lost)} weights of the model were not given: {', '.join(lost[:4])}.")

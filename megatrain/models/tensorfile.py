@@ -120,7 +120,7 @@ class TensorFile:
             for name, place in sorted(self.places.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
                 if wanted is None or name in wanted:
                     found[name] = _read(descriptor, place, self)
-                    digest.update(_bytes_of(found[name]))
+                    digest.update(bytes_of(found[name]))
                 else:
                     for piece in _pieces(descriptor, place.start, place.num_bytes, self):
                         digest.update(piece)
@@ -137,8 +137,8 @@ class TensorFile:
                 raise self.error(f"{self.path} is truncated: {failure}.") from failure
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not a copy of it."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -184,26 +184,25 @@ class TensorFileWriter:
         self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], error: type[MegaTrainError], metadata: Mapping[str, str]
     ) -> None:
         """Creates the file. `error` is raised when the system refuses; DiskFullError when there is no space."""
-        first, self.places = header(specs, metadata)
+        self.header, self.places = header(specs, metadata)
         self.path, self.error = path, error
-        self.num_bytes = len(first) + sum(place.num_bytes for place in self.places.values())
+        self.num_bytes = len(self.header) + sum(place.num_bytes for place in self.places.values())
         self.missing = set(specs)
         with disk_errors(path, error):
             self._file = path.open("wb", buffering=0)
             with self._closed_on_failure():
-                platform.write_at(self._file.fileno(), first, 0)
+                platform.write_at(self._file.fileno(), self.header, 0)
 
-    def write(self, name: str, tensor: torch.Tensor) -> str:
-        """Put a CPU tensor in its place; returns the sha256 of its bytes."""
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a contiguous CPU tensor in its place."""
         place = self.places[name]
         if tensor.dtype != place.dtype or tuple(tensor.shape) != place.shape:
             raise ValueError(f"{name} was announced as {place.dtype} {place.shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-        memory = _bytes_of(tensor.contiguous())
+        memory = bytes_of(tensor)
         with disk_errors(self.path, self.error), self._closed_on_failure():
             if len(memory):
                 platform.write_at(self._file.fileno(), memory, place.start)
         self.missing.discard(name)
-        return hashlib.sha256(memory).hexdigest()
 
     def close(self) -> None:
         """Flush to the disk. ValueError when a tensor was never written."""
