@@ -69,8 +69,8 @@ def start_detached(arguments: list[str], log: Path, environment: dict[str, str] 
 
 
 def kill_group(pid: int, identity: str) -> bool:
-    """Ends a process and everything it started, at once; True when it was there. Never touches a reused pid."""
-    if process_identity(pid) != identity:
+    """Ends a process and everything it started, at once; True when it was there. Never touches a reused pid or itself."""
+    if pid == os.getpid() or process_identity(pid) != identity:
         return False
     try:
         tree = psutil.Process(pid).children(recursive=True)

@@ -17,6 +17,7 @@ from megatrain.units import MIB, format_bytes
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 RAM_FULL_SHARE = 0.92  # at the last reading, up to a second before the end
 DISK_FULL_BYTES = 64 * MIB
+EXIT_LOCKED = 4  # the worker found its run locked by another one
 START_MARK = "==== "  # begins the line that every start of a worker writes to its log
 
 
@@ -88,6 +89,9 @@ def explain_vanished(end: Vanished) -> Explanation:
     """Why a worker is gone, from what it left."""
     last_lines = "\n".join(_of_last_start(end.log_tail)[-40:])
     again, action = _again(end.checkpoint_step), "resume" if end.checkpoint_step is not None else "start"
+    if end.exit_code == EXIT_LOCKED:
+        text = "Another process trains this run and did not let go of it."
+        return Explanation("Already running", text, "Watch that one.", "show_running")
     killed = end.exit_code is None or end.exit_code == -9
     if killed and (end.system_killed or (end.ram_share or 0.0) >= RAM_FULL_SHARE):
         share = f" Memory was {end.ram_share:.0%} full at the last reading." if end.ram_share else ""

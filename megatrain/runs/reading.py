@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.engine.events import Phase
-from megatrain.platform import look_at_lock, process_identity
+from megatrain.platform import Holder, look_at_lock, process_identity
 from megatrain.runs import diagnose
 from megatrain.runs.database import Database
 from megatrain.runs.diagnose import Explanation
@@ -21,6 +21,13 @@ from megatrain.telemetry.host import oom_kills
 HEARTBEAT_LOST_S = 30.0  # only where locks and pids cannot be looked at
 SPAWN_S = 10.0  # a start that is this old and has no process never became one
 CHECKPOINT_NAME = re.compile(r"step-(\d+)")
+
+
+def other_worker_lives(folder: Path) -> bool:
+    """True when a process other than this one trains the run."""
+    _, holder = look_at_lock(folder / "lock")
+    mine = holder is not None and holder.is_here() and holder.pid == os.getpid()
+    return not mine and worker_lives(folder)
 
 
 def worker_lives(folder: Path, stored: dict[str, Any] | None = None) -> bool:
@@ -86,13 +93,20 @@ def status(folder: Path, database: Database) -> RunStatus:
     spawned = stored.get("spawned") or {}
     return RunStatus(
         state=state, reason=error.title if state is RunState.CRASHED and error else said.get("reason", ""), step=last_step,
-        num_steps=stored.get("num_steps"), pid=(holder.pid if holder and live else spawned.get("pid")) if live else None,
+        num_steps=stored.get("num_steps"), pid=_pid(holder, spawned) if state in ACTIVE else None,
         created_s=stored.get("created_s"), started_s=stored.get("started_s"), heartbeat_s=heartbeat,
         ended_s=None if state in ACTIVE else ended, since_s=said.get("since_s"), error=error,
         pending_command=pending[0] if state in ACTIVE else None, pending_since_s=pending[1] if state in ACTIVE else None,
         phase=Phase(**phase) if phase else None,
         attempt=stored.get("attempt", 0),
     )  # fmt: skip
+
+
+def _pid(holder: Holder | None, spawned: dict[str, Any]) -> int | None:
+    """The worker's process: the one that holds the lock, or the one started last, while it has not taken it yet."""
+    if holder is not None and (not spawned or process_identity(holder.pid) == holder.identity):
+        return holder.pid
+    return spawned.get("pid")
 
 
 def _damaged(text: str) -> RunStatus:
@@ -127,7 +141,7 @@ def vanished(folder: Path, database: Database, stored: dict[str, Any], step: int
 
 def steps(database: Database, after_id: int, limit: int) -> list[StepRow]:
     rows = database.read("SELECT * FROM steps WHERE id > ? ORDER BY id LIMIT ?", (after_id, limit))
-    return [StepRow(*row[:11], bytes=json.loads(row[11]), waits=json.loads(row[12])) for row in rows]
+    return [StepRow(*row[:11], json.loads(row[11]), json.loads(row[12])) for row in rows]
 
 
 def telemetry(database: Database, after_id: int, limit: int) -> list[TelemetryRow]:

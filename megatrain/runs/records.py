@@ -70,7 +70,7 @@ class RunStatus:
     pending_command: str | None = None  # sent and not yet taken by the worker
     pending_since_s: float | None = None  # when it was sent
     phase: Phase | None = None  # latest stage that the worker reported
-    attempt: int = 0  # starts so far; rows may have been cut when it grows, so readers forget what they cached
+    attempt: int = 0  # grows with every start, after its rows of later steps were cut: readers forget what they cached
 
     @property
     def is_active(self) -> bool:

@@ -5,6 +5,7 @@ disk never holds up a training step: nothing is lost while the process lives, an
 what is on disk and judge from the lock file whether the worker still lives.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -12,7 +13,8 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ class RunStore:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._closing = False
+        self._gathering = False
 
     @staticmethod
     def open(folder: Path, create: bool = False) -> "RunStore":
@@ -78,7 +81,9 @@ class RunStore:
             if not create:
                 raise RunError(f"{folder} holds no run: run.sqlite is missing.", "Delete the folder, or copy the whole run again.")
             store._database.create()
-            store.set_state(RunState.CREATED)
+            with store.one_commit():
+                store.set_fact("created_s", time.time())
+                store.set_state(RunState.CREATED)
         try:
             store._database.read("SELECT key FROM facts LIMIT 1")
         except DatabaseDamagedError:
@@ -146,10 +151,11 @@ class RunStore:
             raise RunError(f"A run that is {before} cannot become {state}.")
         self._state = state
         now = time.time()
-        self.set_fact("state", {"state": state, "reason": reason, "since_s": now, **details})
-        if state in ENDED:
-            self.set_fact("ended_s", now)
-        self.log_event("state", {"state": state, "reason": reason, **details})
+        with contextlib.nullcontext() if self._gathering else self.one_commit():
+            self.set_fact("state", {"state": state, "reason": reason, "since_s": now, **details})
+            if state in ENDED:
+                self.set_fact("ended_s", now)
+            self.log_event("state", {"state": state, "reason": reason, **details})
         self._wake.set()
 
     def heartbeat(self) -> None:
@@ -260,8 +266,22 @@ class RunStore:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def one_commit(self) -> Iterator[None]:
+        """What is written inside is on disk afterwards, in one commit: quicker, and readers see all of it or none."""
+        self._gathering = True
+        try:
+            yield
+        finally:
+            self._gathering = False
+        self._write_now()
+
     def _add(self, statement: Statement) -> None:
         self._pending.append(statement)
+        if not self._gathering:
+            self._write_now()
+
+    def _write_now(self) -> None:
         if self._thread is None:
             give_up = time.monotonic() + 2.0
             while not self.flush():
@@ -302,7 +322,7 @@ class RunStore:
 
     def _repair(self) -> None:
         """Sets a damaged database aside and writes what this process knows into a new one. A live worker does it itself."""
-        if self._thread is None and reading.worker_lives(self.folder):
+        if self._thread is None and reading.other_worker_lives(self.folder):
             return
         try:
             with FileLock(self.folder / "repair.lock").acquire(2.0):

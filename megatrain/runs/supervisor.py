@@ -5,6 +5,7 @@ lies in its folder. Workers are started detached and outlive the process that st
 """
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatrain
 from megatrain.config import RunConfig
 from megatrain.errors import RunError
 from megatrain.platform import FileLock, LockHeldError, kill_group, look_at_lock, process_identity, start_detached
@@ -22,6 +24,9 @@ from megatrain.runs.records import CheckpointInfo, RunState, to_json
 from megatrain.runs.store import RunStore, load_json
 
 RUN_ID = re.compile(r"[a-z0-9-]{1,40}")
+# -P: what lies in the current folder must not shadow a package.
+WORKER = (sys.executable, "-P", "-m", "megatrain.runs.worker")
+EXPORT = (sys.executable, "-P", "-m", "megatrain", "export")
 _MAX_NAME = 22  # leaves room for the time and a number
 
 
@@ -42,10 +47,8 @@ def create_run(workspace: Path, config: RunConfig, client_id: str = "", origin: 
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         config.save(new / "config.yaml")
-        now = time.time()
-        (new / "run.json").write_text(to_json({"client_id": client_id, "created_s": now, "origin": origin or {}}), "utf-8")
-        store = RunStore.open(new, create=True)
-        store.set_fact("created_s", now)
+        (new / "run.json").write_text(to_json({"client_id": client_id, "created_s": time.time(), "origin": origin or {}}), "utf-8")
+        RunStore.open(new, create=True)
         new.rename(folder)  # a list never shows a half-made run
     return RunStore.open(folder)
 
@@ -74,17 +77,17 @@ def start_worker(store: RunStore, resume: bool = False, checkpoint: str | None =
             raise RunError(f"{status.error.title}. {status.reason}" if status.error else status.reason, "Delete it.")
         if status.is_active:
             raise RunError(f"Already running (process {status.pid}).", "Watch it on the page Monitor.")
-        arguments = [sys.executable, "-m", "megatrain.runs.worker", str(store.folder.resolve())]
+        arguments = [*WORKER, str(store.folder.resolve())]
         if resume:
             arguments += ["--resume", "--checkpoint", resume_point(store, checkpoint).name]
         elif any(found.complete for found in store.checkpoints()):
             raise RunError("This run has checkpoints; starting it anew would mix two trainings.", "Resume it, or duplicate its settings.")
-        store.drop_commands()
-        for key in ("spawned", "exit", "ended_s", "phase"):
-            store.set_fact(key, None)
-        store.set_fact("attempt", status.attempt + 1)
-        store.set_fact("started_s", time.time())
-        store.set_state(RunState.STARTING, "The worker is being started.")
+        with store.one_commit():
+            store.drop_commands()
+            for key in ("spawned", "exit", "ended_s", "phase"):
+                store.set_fact(key, None)
+            store.set_fact("started_s", time.time())
+            store.set_state(RunState.STARTING, "The worker is being started.")
         return _spawn(store, arguments)
 
 
@@ -96,7 +99,7 @@ def _spawn(store: RunStore, arguments: list[str]) -> int:
     try:
         with (store.folder / "worker.log").open("a", encoding="utf-8") as log:
             log.write(f"{START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(arguments[1:])}\n")
-        pid = start_detached(arguments, store.folder / "worker.log", ended=ended)
+        pid = start_detached(arguments, store.folder / "worker.log", _environment(), ended)
     except OSError as error:
         text = f"The worker cannot be started: {error.strerror or error}."
         store.set_state(RunState.FAILED, text, error={"title": "The worker cannot be started", "text": text, "hint": "", "action": ""})
@@ -136,9 +139,9 @@ def change_config(store: RunStore, changes: dict[str, Any]) -> RunConfig:
 def force_quit(store: RunStore) -> None:
     """Ends the worker and all its children at once; what was not in a checkpoint is lost. The last resort."""
     status = store.state()
-    _, holder = look_at_lock(store.folder / "lock")
+    held, holder = look_at_lock(store.folder / "lock")
     spawned = store.fact("spawned") or {}
-    targets = [(holder.pid, holder.identity)] if holder is not None and holder.is_here() else []
+    targets = [(holder.pid, holder.identity)] if held is not False and holder is not None and holder.is_here() else []
     targets += [(spawned["pid"], spawned["identity"])] if spawned.get("identity") else []
     killed = [kill_group(pid, identity) for pid, identity in targets]
     if not any(killed):
@@ -177,8 +180,7 @@ def start_export(store: RunStore, checkpoint: str, dtype: str, target: Path | No
     found = resume_point(store, checkpoint)
     target = target or store.folder / "exports" / f"{found.name}-{dtype}"
     (store.folder / "exports").mkdir(exist_ok=True)
-    arguments = [sys.executable, "-m", "megatrain", "export", str(store.folder.resolve()), "--checkpoint", found.name,
-                 "--dtype", dtype, "--target", str(target)]  # fmt: skip
+    arguments = [*EXPORT, str(store.folder.resolve()), "--checkpoint", found.name, "--dtype", dtype, "--target", str(target)]
 
     def ended(code: int) -> None:
         if code != 0:
@@ -186,9 +188,15 @@ def start_export(store: RunStore, checkpoint: str, dtype: str, target: Path | No
             with contextlib.suppress(RunError):  # the run may have been deleted meanwhile
                 store.log_event("export", data)
 
-    pid = start_detached(arguments, store.folder / "exports" / "export.log", ended=ended)
+    pid = start_detached(arguments, store.folder / "exports" / "export.log", _environment(), ended)
     store.log_event("export", {"state": "started", "checkpoint": found.name, "target": str(target), "dtype": dtype, "pid": pid})
     return pid
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment; the program is found wherever the current folder is."""
+    root = str(Path(megatrain.__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 @contextlib.contextmanager

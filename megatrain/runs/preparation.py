@@ -1,0 +1,143 @@
+"""From a run folder to everything that the trainer needs: model files, data, shape, plan, and where to go on.
+
+What is found is written beside the configuration (shape.json, data.json, plan.json), so that page and resume see
+exactly what the run uses.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatrain import hardware, planner
+from megatrain.config import RunConfig
+from megatrain.engine.events import Ended, Event, Phase
+from megatrain.plan import Plan
+from megatrain.platform import replace_file
+from megatrain.runs import supervisor
+from megatrain.runs.model_source import CancelledError, resolve_model
+from megatrain.runs.store import RunStore
+from megatrain.shape import ModelShape
+
+Report = Callable[[Event], None]
+Poll = Callable[[], str | None]
+
+
+def _prepare_data(config: RunConfig, tokenizer_folder: Path, cache_folder: Path, progress: Callable[[Phase], None],
+                  cancelled: Callable[[], bool]) -> Any:  # fmt: skip
+    from megatrain.data.prepare import prepare
+
+    return prepare(config, tokenizer_folder, cache_folder, progress, cancelled)
+
+
+def _inspect(folder: Path, name: str) -> ModelShape:
+    from megatrain.models.inspect import inspect_model
+
+    return inspect_model(folder, name)
+
+
+def _train(report: Report, poll: Poll, **job: Any) -> Ended:
+    from megatrain.engine.trainer import Job, train
+
+    return train(Job(**job), report, poll)
+
+
+def _gpu_uuids() -> Sequence[str]:
+    return [gpu.uuid for gpu in hardware.read_machine(Path.cwd()).gpus if gpu.uuid]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is joined from. Each loads its room (and torch) when it is called; tests put stand-ins here."""
+
+    resolve_model: Callable[..., Path] = resolve_model
+    prepare_data: Callable[..., Any] = _prepare_data
+    inspect: Callable[[Path, str], ModelShape] = _inspect
+    plan: Callable[..., Plan] = planner.plan
+    train: Callable[..., Ended] = _train
+    gpu_uuids: Callable[[], Sequence[str]] = _gpu_uuids
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is decided before the first step."""
+
+    config: RunConfig
+    plan: Plan
+    model_folder: Path
+    run_folder: Path
+    loader: Any  # data.loader.Loader
+    num_steps: int
+    start_step: int = 0
+    resume_from: Path | None = None
+    resume_note: str = field(default="")
+
+    def job(self) -> dict[str, Any]:
+        """The arguments of engine.trainer.Job."""
+        names = ("config", "plan", "model_folder", "run_folder", "loader", "resume_from", "num_steps")
+        return {name: getattr(self, name) for name in names}
+
+
+def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[], bool], resume: bool, checkpoint: str | None) -> Prepared:
+    """Model, shape, plan and data of the run, in the order in which a mistake shows soonest."""
+    folder = store.folder
+    workspace = folder.parent.parent
+    config = RunConfig.load(folder / "config.yaml")
+    point = supervisor.resume_point(store, checkpoint) if resume else None
+    report(Phase("check"))
+    model_folder = parts.resolve_model(config.model, report, cancelled)
+    shape = parts.inspect(model_folder, config.model.path)
+    _write(folder / "shape.json", shape.to_json())
+    plan = _plan(store, parts, config, shape, workspace, report, resume)
+    data = parts.prepare_data(config, model_folder, workspace / "cache" / "data", report, cancelled)
+    _write(folder / "data.json", data.report.to_json())
+    if cancelled():
+        raise CancelledError("stopped while it was being prepared")
+    num_steps = config.train.num_steps or max(1, math.ceil(config.train.num_epochs * data.loader.num_packs / config.packs_per_step))
+    prepared = Prepared(config, plan, model_folder, folder, data.loader, num_steps)
+    if point is None:
+        return prepared
+    note = _resume_note(point.step, point.path, data.loader)
+    note += _set_aside_later(store, point.step)
+    return Prepared(config, plan, model_folder, folder, data.loader, num_steps, point.step, point.path, note)
+
+
+def _plan(store: RunStore, parts: Parts, config: RunConfig, shape: ModelShape, workspace: Path, report: Report, resume: bool) -> Plan:
+    """The plan saved with the run when it is resumed under the same settings, so that no bit changes; else a new one."""
+    report(Phase("plan"))
+    path = store.folder / "plan.json"
+    basis = json.loads(json.dumps({"memory": asdict(config.memory), "precision": config.precision, "data": asdict(config.data),
+                                   "batch": config.train.global_batch_tokens}))  # fmt: skip
+    if resume and path.exists() and store.fact("planned_for") == basis:
+        return Plan.from_json(path.read_text("utf-8"))
+    plan = parts.plan(config, shape, hardware.read_machine(workspace))
+    _write(path, plan.to_json())
+    store.set_fact("planned_for", basis)
+    return plan
+
+
+def _resume_note(step: int, path: Path, loader: Any) -> str:
+    manifest = path / "manifest.json"
+    checksum = hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
+    return f"Resumed from step {step}, epoch {loader.epoch(step):.3f} of the data, checkpoint {path.name} (checksum {checksum})."
+
+
+def _set_aside_later(store: RunStore, step: int) -> str:
+    """Checkpoints of later steps belong to a course that is left now; the next resume must not take them for the newest."""
+    later = [found for found in store.checkpoints() if found.step > step]
+    for found in later:
+        target = found.path.with_name(f"left-{found.name}-{found.path.stat().st_mtime_ns}")
+        found.path.rename(target)
+    if not later:
+        return ""
+    names = ", ".join(found.name for found in later)
+    return f" Later checkpoints ({names}) were renamed to left-...; delete them when they are not needed."
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, "utf-8")
+    replace_file(new, path)
