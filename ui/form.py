@@ -1,0 +1,200 @@
+"""RunConfig <-> widgets, both made from the options' own metadata (label, help, unit, limits, choices).
+
+A `Form` owns one widget per option. Pages place widgets with `place(key)`; `values` and `config` are the two directions,
+over plain lists in the order of `options()`, which is also the order of `components` and thus of a handler's arguments.
+"""
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gradio as gr
+
+from megatrain.config import RunConfig, options
+from megatrain.errors import ConfigError
+from ui.words import text
+
+OPTIONS = options()
+KEYS = tuple(OPTIONS)
+# What people paste from the browser: https://huggingface.co/datasets/owner/name/tree/main -> owner/name
+HUB_ADDRESS = re.compile(r"^https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#\s]+/[^/?#\s]+)(?:[/?#].*)?$")
+
+
+def value_type(item: dataclasses.Field) -> tuple[type, bool]:
+    """The plain type of an option, and whether it may be empty."""
+    allowed = typing.get_args(item.type) if isinstance(item.type, types.UnionType) else (item.type,)
+    return next(kind for kind in allowed if kind is not type(None)), type(None) in allowed
+
+
+def info(item: dataclasses.Field) -> str:
+    """The help of an option with its limits, as the widget shows it."""
+    low, high = item.metadata.get("min"), item.metadata.get("max")
+    kind, _ = value_type(item)
+    limits = ""
+    if kind in (int, float) and low is not None and high is not None:
+        limits = text("form.between", low=plain(low), high=plain(high))
+    elif kind in (int, float) and low:
+        limits = text("form.at_least", low=plain(low))
+    return f"{item.metadata['help']} {limits}".rstrip()
+
+
+def label(key: str) -> str:
+    """The label of an option, with its unit."""
+    metadata = OPTIONS[key].metadata
+    return f"{metadata['label']} ({metadata['unit']})" if "unit" in metadata else metadata["label"]
+
+
+def plain(number: float) -> str:
+    """A limit or default as people write it: 1048576 -> 1,048,576; 1e-08 stays."""
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def widget(key: str, **overrides: Any) -> gr.components.Component:
+    """A new widget for one option, holding its default. `overrides` go to the component."""
+    item = OPTIONS[key]
+    kind, _ = value_type(item)
+    common = {"label": label(key), "info": info(item), "value": item.default, "interactive": True,
+              "elem_id": f"option-{key.replace('.', '-')}", **overrides}  # fmt: skip
+    if "choices" in overrides:
+        return gr.Dropdown(**common)
+    if "choices" in item.metadata:
+        names = [(text(f"choice.{key}.{choice}"), choice) for choice in item.metadata["choices"]]
+        return gr.Dropdown(choices=names, **common)
+    if kind is bool:
+        return gr.Checkbox(**common)
+    if kind in (int, float):
+        return gr.Number(**common)  # limits are ours to report, all at once; Gradio's would be one toast each
+    return gr.Textbox(max_lines=1, max_length=4096, **common)
+
+
+class Form:
+    """The widgets of one page. Every option is placed exactly once; `components` refuses a form that is not whole."""
+
+    def __init__(self) -> None:
+        self._placed: dict[str, gr.components.Component] = {}
+
+    def place(self, key: str, **overrides: Any) -> gr.components.Component:
+        """Create the widget of `key` here, in the current Gradio context."""
+        if key in self._placed:
+            raise ValueError(f"{key} is already in the form")
+        self._placed[key] = widget(key, **overrides)
+        return self._placed[key]
+
+    def __getitem__(self, key: str) -> gr.components.Component:
+        return self._placed[key]
+
+    @property
+    def components(self) -> list[gr.components.Component]:
+        """All widgets in the order of KEYS."""
+        missing = [key for key in KEYS if key not in self._placed]
+        if missing:
+            raise ValueError(f"the form lacks {', '.join(missing)}")
+        return [self._placed[key] for key in KEYS]
+
+
+def values(config: RunConfig) -> list[Any]:
+    """What the widgets show for `config`, in the order of KEYS."""
+    return [at(config, key) for key in KEYS]
+
+
+def config(raw: Sequence[Any]) -> RunConfig:
+    """The configuration that the widgets hold. ConfigError lists every problem, by key."""
+    nested, problems = nest(raw)
+    try:
+        made = RunConfig.from_dict(nested)
+    except ConfigError as error:
+        known = {key for key, _ in problems}
+        raise ConfigError(problems + [problem for problem in error.problems if problem[0] not in known]) from error
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def nest(raw: Sequence[Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Widget values as the mapping that RunConfig.from_dict reads, without the empty fields that must not be empty.
+
+    Those are returned as problems (key, text). A number without a fraction becomes an int where an int is wanted.
+    """
+    if len(raw) != len(KEYS):
+        raise ConfigError([("form", f"{len(raw)} values came where {len(KEYS)} are needed")], text("form.reload"))
+    nested: dict[str, Any] = {}
+    problems = []
+    for key, value in zip(KEYS, raw, strict=True):
+        cleaned = _cleaned(key, value)
+        if cleaned is None and not value_type(OPTIONS[key])[1]:
+            problems.append((key, text("form.empty")))
+            continue
+        place = nested
+        *sections, name = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = cleaned
+    return nested, problems
+
+
+def tidy(raw: Sequence[Any]) -> list[Any]:
+    """Widget values as they are understood: without surrounding space, an address of the hub as its id."""
+    return [_cleaned(key, value) for key, value in zip(KEYS, raw, strict=True)]
+
+
+def with_value(raw: Sequence[Any], key: Any, value: Any) -> list[Any]:
+    """`raw` with one option set; unchanged when `key` is no option or `value` is impossible for it."""
+    if not isinstance(key, str) or key not in OPTIONS or _showable(key, value) != value:
+        return list(raw)
+    return [value if key == name else old for name, old in zip(KEYS, raw, strict=True)]
+
+
+def lenient(nested: Any) -> list[Any]:
+    """Widget values from a mapping that may be incomplete or wrong (a draft): what cannot be shown becomes the default."""
+    return [_showable(key, _lookup(nested, key)) for key in KEYS]
+
+
+def at(config: RunConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def changed(config: RunConfig) -> list[str]:
+    """Keys whose value is not the default."""
+    return [key for key in KEYS if at(config, key) != OPTIONS[key].default]
+
+
+def _cleaned(key: str, value: Any) -> Any:
+    """One widget's value: text without surrounding space, empty as None where that is allowed, whole floats as int."""
+    kind, optional = value_type(OPTIONS[key])
+    if isinstance(value, str):
+        value = value.strip()
+        if key in ("model.path", "data.path"):
+            value = HUB_ADDRESS.sub(r"\1", value)
+        return None if optional and not value else value
+    if kind is int and isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _lookup(nested: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(nested, Mapping) or name not in nested:
+            return OPTIONS[key].default
+        nested = nested[name]
+    return nested
+
+
+def _showable(key: str, value: Any) -> Any:
+    kind, optional = value_type(OPTIONS[key])
+    choices = OPTIONS[key].metadata.get("choices")
+    wanted = (int, float) if kind in (int, float) else (kind,)
+    if value is None:
+        return None if optional or kind in (int, float) else OPTIONS[key].default
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+        return OPTIONS[key].default
+    if isinstance(value, float) and not math.isfinite(value):
+        return OPTIONS[key].default
+    return value if not choices or value in choices else OPTIONS[key].default
