@@ -127,7 +127,8 @@ def test_a_detached_process_has_a_group_of_its_own_and_reports_its_exit_code(tmp
 
 
 def test_killing_a_group_takes_the_children_and_never_a_reused_pid(tmp_path):
-    code = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
+    code = ("import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+            "print(p.pid, flush=True)\ntime.sleep(60)")  # fmt: skip
     log = tmp_path / "log"
     codes = []
     pid = platform.start_detached([sys.executable, "-c", code], log, ended=codes.append)
