@@ -89,10 +89,10 @@ class MemoryConfig:
 class CheckpointConfig:
     """When the state is saved, and how many of them stay."""
 
-    every_steps: int = _option(0, "Every steps", "Save after this many steps; 0 goes by time alone.", unit="steps", min=0)
-    every_minutes: float = _option(30.0, "Every minutes", "Save when this much time has passed; 0 goes by steps alone.", unit="min", min=0.0)
-    keep: int = _option(2, "Keep", "Newest checkpoints that stay on disk.", min=1, max=1000)
-    at_end: bool = _option(True, "At the end", "Save when the run finishes or stops.")
+    every_steps: int = _option(0, "Save every", "Save after this many steps; 0 goes by time alone.", unit="steps", min=0)
+    every_minutes: float = _option(30.0, "Save every", "Save when this much time has passed; 0 goes by steps alone.", unit="min", min=0.0)
+    keep: int = _option(2, "Checkpoints kept", "Newest checkpoints that stay on disk.", min=1, max=1000)
+    at_end: bool = _option(True, "Save at the end", "Save when the run finishes or stops.")
 
 
 @dataclass(frozen=True)
