@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,7 +91,7 @@ def _write_model(settings: dict, weights: dict, tokenizer, folder: Path, dtype: 
 
     model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **settings))
     missing, unexpected = model.load_state_dict({key: torch.tensor(np.ascontiguousarray(w)) for key, w in weights.items()}, strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
     model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -144,7 +143,8 @@ def _glass(unpacked: Path, folder: Path) -> None:
     settings = {
         "vocab_size": config["vocab_size"], "hidden_size": config["d_model"], "intermediate_size": 8 * config["d_model"] // 3,
         "num_hidden_layers": config["n_layers"], "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "max_position_embeddings": config["max_len"], "rms_norm_eps": config["eps"], "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0,
+        "max_position_embeddings": config["max_len"], "rms_norm_eps": config["eps"],
+        "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0,
         "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_base"]},
     }  # fmt: skip
     weights = {"model.embed_tokens.weight": arrays["E"], "model.norm.weight": arrays["norm_f.gamma"]}

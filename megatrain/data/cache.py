@@ -81,10 +81,14 @@ class CacheWriter:
             self._scratch = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.partial-", dir=parent))
             self._files = {name: (self._scratch / f"{name}.bin").open("wb") for name in _TYPES}
         except OSError as error:
-            raise DataError(f"The cache folder {parent} cannot be written: {error.strerror or error}.", "Check its permissions.") from error
+            raise self._unwritable(error) from error
         self._digests = {name: hashlib.sha256() for name in _TYPES}
         self._write("offsets", [0])
         return self
+
+    def _unwritable(self, error: OSError) -> DataError:
+        problem = f"The tokens cannot be written to {self.folder.parent}: {error.strerror or error}."
+        return DataError(problem, "Check its space and permissions.")
 
     def add(self, ids: list[int], mask: list[bool], row: int) -> None:
         """Appends one document."""
@@ -99,7 +103,7 @@ class CacheWriter:
         try:
             self._files[name].write(data)
         except OSError as error:
-            raise DataError(f"The tokens cannot be written to {self.folder.parent}: {error.strerror or error}.", "Free some space.") from error
+            raise self._unwritable(error) from error
 
     def finish(self, details: dict[str, Any]) -> None:
         """Makes the folder appear. `details` must be JSON."""
@@ -115,7 +119,7 @@ class CacheWriter:
             with contextlib.suppress(FileExistsError):
                 _rename(self._scratch, self.folder)
         except OSError as error:
-            raise DataError(f"The tokens cannot be written to {self.folder.parent}: {error.strerror or error}.", "Free some space.") from error
+            raise self._unwritable(error) from error
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():

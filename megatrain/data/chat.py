@@ -8,9 +8,12 @@ the ids of everything before an answer, with the header of an answer, must begin
 positions. No id is ever taken for a role: a tokenizer whose padding is its end token makes no difference.
 """
 
+import datetime
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,8 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())[:300]
-        raise DataError(f"The model folder {folder} has no tokenizer that can be loaded: {text}", "Choose a model that comes with its tokenizer.") from error
+        problem = f"The model folder {folder} has no tokenizer that can be loaded: {text}"
+        raise DataError(problem, "Choose a model that comes with its tokenizer.") from error
 
 
 class Encoder:
@@ -73,36 +77,41 @@ class Encoder:
         return found[0] if found else 0
 
     def encode_all(self, examples: Iterable[Example]) -> list[Encoded | BadRow]:
-        """One result per example, in order; BadRow, returned and not raised, where no example can be made."""
-        examples = list(examples)
-        texts = [example.text for example in examples if isinstance(example, Text)]
-        encoded = iter(self._ids_of(texts) if texts else [])
-        return [self._text(example, next(encoded)) if isinstance(example, Text) else self._caught(example) for example in examples]
+        """One result per example, in order; BadRow, returned and not raised, where no example can be made.
+
+        All their texts go to the tokenizer in one call, which spreads them over the processor's cores.
+        """
+        works = [self._work(example) for example in examples]
+        ids = iter(self._ids_of([text for work in works if isinstance(work, _Work) for text in work.texts]))
+        return [work.result(list(itertools.islice(ids, len(work.texts)))) if isinstance(work, _Work) else work for work in works]
 
     def encode(self, example: Example) -> Encoded:
         """Ids and mask of one example. BadRow when the template refuses it or no answer can be found in it."""
+        result = self.encode_all([example])[0]
+        if isinstance(result, BadRow):
+            raise result
+        return result
+
+    def _work(self, example: Example) -> "_Work | BadRow":
         if isinstance(example, Text):
-            return self._text(example, self._ids_of([example.text])[0])
+            return _Work([example.text], partial(self._text, example))
+        if isinstance(example, Pair) and self.template is FALLBACK_TEMPLATE:
+            return _Work([example.prompt + example.completion, example.prompt], partial(self._pair, example))
         if isinstance(example, Pair):
-            if self.template is FALLBACK_TEMPLATE:
-                return self._pair(example)
             messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
-            return self._conversation(Conversation(messages, [False, True]))
-        return self._conversation(example)
+            example = Conversation(messages, [False, True])
+        try:
+            return self._conversation(example)
+        except BadRow as reason:
+            return reason
 
     def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids that a model is to continue with its answer; the beginning of what training on that answer sees."""
         _, rendered = self._render(Conversation(messages, [False] * len(messages)), add_generation_prompt=True)
         return self._ids_of([rendered])[0]
 
-    def _caught(self, example: Example) -> Encoded | BadRow:
-        try:
-            return self.encode(example)
-        except BadRow as reason:
-            return reason
-
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def _offsets_of(self, text: str) -> list[tuple[int, int]]:
         if not self.tokenizer.is_fast:
@@ -115,14 +124,12 @@ class Encoder:
             ids = [*ids, self.end_id]
         return Encoded(ids, [True] * len(ids), is_text=True)
 
-    def _pair(self, pair: Pair) -> Encoded:
-        """Prompt and completion as one text, for a tokenizer without a chat template."""
-        whole = pair.prompt + pair.completion
-        ids, before = self._ids_of([whole, pair.prompt])
+    def _pair(self, pair: Pair, ids: list[int], before: list[int]) -> Encoded:
+        """Prompt and completion as one text, for a tokenizer without a chat template; `before` are the prompt's ids."""
         if ids[: len(before)] == before:
             first = len(before)
         else:
-            ends = [stop for _, stop in self._offsets_of(whole)]
+            ends = [stop for _, stop in self._offsets_of(pair.prompt + pair.completion)]
             first = next((index for index, stop in enumerate(ends) if stop > len(pair.prompt)), len(ids))
         mask = [False] * first + [True] * (len(ids) - first)
         if self.end_id is not None and ids[-1:] != [self.end_id]:
@@ -132,30 +139,44 @@ class Encoder:
     def _finished(self, ids: list[int], mask: list[bool]) -> Encoded:
         return Encoded(ids, [True] * len(ids) if self.train_on == "everything" else mask)
 
-    def _conversation(self, conversation: Conversation) -> Encoded:
+    def _conversation(self, conversation: Conversation) -> "_Work":
         self.used_template = "fallback" if self.template else "tokenizer"
         conversation, text = self._render(conversation)
-        ids, spans = self._answers(conversation, text)
-        mask = [self.train_on == "everything"] * len(ids)
+        if self.train_on == "everything":
+            return _Work([text], lambda ids: self._masked(conversation, ids, [(0, len(ids))]))
+        if self._has_marks(conversation):
+            output = self._apply(conversation, conversation.messages, tokenize=True, return_assistant_tokens_mask=True)
+            ids, marked = list(output["input_ids"]), _runs(output["assistant_masks"])
+            if marked:
+                spans = [finish_span(span, ids, self.special_ids, self.special_ids, self._is_blank) for span in marked]
+                return _Work([], lambda: self._masked(conversation, ids, spans))
+        parts = self._parts(conversation, text)
+        return _Work([text, *(part or "" for part in parts)], partial(self._compared, conversation, text, parts))
+
+    def _parts(self, conversation: Conversation, text: str) -> list[str | None]:
+        """For each trained turn the text up to its answer, header included, and the text up to its end."""
+        parts: list[str | None] = []
+        for index in (index for index, is_trained in enumerate(conversation.trained) if is_trained):
+            ended = text if index + 1 == len(conversation.messages) else self._part(conversation, index + 1, False)
+            parts += [self._part(conversation, index, True), ended]
+        return parts
+
+    def _compared(self, conversation: Conversation, text: str, parts: list[str | None], ids: list[int], *encoded: list[int]) -> Encoded:
+        """Spans from the lengths of the parts' ids if each part's ids begin the whole's, else from characters."""
+        if None in parts or any(ids[: len(part)] != part for part in encoded):
+            spans = self._spans_by_characters(conversation, text)
+        else:
+            lengths = [len(part) for part in encoded]
+            spans = list(zip(lengths[::2], lengths[1::2], strict=True))
+        return self._masked(conversation, ids, [finish_span(span, ids, self.added_ids, self.special_ids, self._is_blank) for span in spans])
+
+    def _masked(self, conversation: Conversation, ids: list[int], spans: list[Span]) -> Encoded:
+        mask = [False] * len(ids)
         for first, last in spans:
             mask[first:last] = [True] * (last - first)
         if conversation.messages[-1]["role"] == "assistant":
             self._end_last_turn(ids, mask, is_trained=conversation.trained[-1])
         return self._finished(ids, mask)
-
-    def _answers(self, conversation: Conversation, text: str) -> tuple[list[int], list[Span]]:
-        """The ids of a rendered conversation and where the trained answers lie in them, end tokens included."""
-        if self.train_on == "everything":
-            return self._ids_of([text])[0], []
-        if self._has_marks(conversation):
-            output = self._apply(conversation, conversation.messages, tokenize=True, return_assistant_tokens_mask=True)
-            ids = list(output["input_ids"])
-            spans = [finish_span(span, ids, self.special_ids, self.special_ids, self._is_blank) for span in _runs(output["assistant_masks"])]
-            if spans:
-                return ids, spans
-        ids, found = self._spans_by_prefixes(conversation, text)
-        spans = self._spans_by_characters(conversation, text) if found is None else found
-        return ids, [finish_span(span, ids, self.added_ids, self.special_ids, self._is_blank) for span in spans]
 
     def _end_last_turn(self, ids: list[int], mask: list[bool], is_trained: bool) -> None:
         """Appends the tokenizer's end token where the template ends the last answer with none."""
@@ -206,23 +227,11 @@ class Encoder:
             raise BadRow(f"the chat template refuses the conversation: {text}") from error
 
     def _has_marks(self, conversation: Conversation) -> bool:
-        if not self.tokenizer.is_fast or any(m["role"] == "assistant" and not t for m, t in zip(conversation.messages, conversation.trained, strict=True)):
+        num_answers = sum(message["role"] == "assistant" for message in conversation.messages)
+        if not self.tokenizer.is_fast or sum(conversation.trained) < num_answers:
             return False
         template = self.template or self.tokenizer.get_chat_template(None, conversation.tools or None)
         return "endgeneration" in template
-
-    def _spans_by_prefixes(self, conversation: Conversation, text: str) -> tuple[list[int], list[Span] | None]:
-        """The ids of `text`, and the spans of the trained turns; None when some part's ids do not begin the whole's."""
-        turns = [index for index, is_trained in enumerate(conversation.trained) if is_trained]
-        parts = [text]
-        for index in turns:
-            ended = text if index + 1 == len(conversation.messages) else self._part(conversation, index + 1, False)
-            parts += [self._part(conversation, index, True) or "", ended or ""]
-        ids, *encoded = self._ids_of(parts)
-        if "" in parts or any(ids[: len(part)] != part for part in encoded):
-            return ids, None
-        lengths = [len(part) for part in encoded]
-        return ids, list(zip(lengths[::2], lengths[1::2], strict=True))
 
     def _spans_by_characters(self, conversation: Conversation, text: str) -> list[Span]:
         specials = [self.tokenizer.convert_ids_to_tokens(index) for index in self.special_ids]
@@ -233,6 +242,20 @@ class Encoder:
             if inside:
                 spans.append((inside[0], inside[-1] + 1))
         return spans
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Texts to be encoded, and what makes an example of their ids."""
+
+    texts: list[str]
+    finish: Callable[..., Encoded]
+
+    def result(self, ids: list[list[int]]) -> Encoded | BadRow:
+        try:
+            return self.finish(*ids)
+        except BadRow as reason:
+            return reason
 
 
 def _runs(marks: list[int]) -> list[Span]:
@@ -254,8 +277,6 @@ def _control_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
 
 
 def _fixed_date(pattern: str) -> str:
-    import datetime
-
     return datetime.datetime.fromisoformat(_DATE).strftime(pattern)
 
 

@@ -91,7 +91,7 @@ def _encoding(path: Path) -> str:
 
 
 def _open_text(path: Path, newline: str | None = None) -> io.TextIOWrapper:
-    return io.TextIOWrapper(_open(path), _encoding(path), newline=newline)  # type: ignore[type-var]
+    return io.TextIOWrapper(_open(path), _encoding(path), newline=newline)
 
 
 def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
@@ -120,7 +120,8 @@ def _json_lines(path: Path, name: str) -> Iterator[Row]:
         except json.JSONDecodeError as error:
             if number == 1 and line.startswith("["):
                 raise DataError(f"{name} holds one JSON list, not JSON lines.", "Rename it to end in .json.") from error
-            raise DataError(f"{place} is not JSON: {error.msg} at column {error.colno}: {_around(line, error.pos)}", _JSON_LINE_HINT) from error
+            problem = f"{place} is not JSON: {error.msg} at column {error.colno}: {_around(line, error.pos)}"
+            raise DataError(problem, _JSON_LINE_HINT) from error
         except RecursionError as error:
             raise DataError(f"{place} is nested too deeply to be read.", _JSON_LINE_HINT) from error
         yield _row(place, value)

@@ -171,9 +171,8 @@ def _read_turns(values: dict[str, Any]) -> Conversation:
     return _conversation(messages, trained, _tools(values.get("tools") or values.get("functions")))
 
 
-def _conversation(messages: list[dict[str, Any]], trained: list[bool] | None = None, tools: list[dict[str, Any]] | None = None) -> Conversation:
-    if trained is None:
-        trained = [message["role"] == "assistant" for message in messages]
+def _conversation(messages: list[dict[str, Any]], trained: list[bool] | None = None, tools: Any = ()) -> Conversation:
+    trained = trained or [message["role"] == "assistant" for message in messages]
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and not message["content"].strip() and not message.keys() & {"tool_calls", "reasoning_content"}:
             if not any(messages[later]["role"] == "assistant" for later in range(index + 1, len(messages))):
@@ -183,7 +182,7 @@ def _conversation(messages: list[dict[str, Any]], trained: list[bool] | None = N
         raise BadRow("there is no turn of the assistant")
     if not any(trained):
         raise BadRow("every turn of the assistant is marked as not to be trained")
-    return Conversation(messages, trained, tools or [])
+    return Conversation(messages, trained, list(tools))
 
 
 def _role(turn: dict[str, Any]) -> str:
@@ -225,10 +224,11 @@ def _parts(parts: list[Any]) -> tuple[str, list[Any], str]:
     texts, calls, reasoning = [], [], []
     for part in parts:
         if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        value = next((part[name] for name in ("text", "value", kind) if part.get(name) is not None), None) if isinstance(part, dict) else None
+            part = {"text": part}
+        elif not isinstance(part, dict):
+            raise BadRow("the `content` of a turn must be text, or a list of text parts")
+        kind = part.get("type", "text")
+        value = next((part[name] for name in ("text", "value", kind) if part.get(name) is not None), None)
         if kind == "text" and isinstance(value, str):
             texts.append(value)
         elif kind in ("reasoning", "thinking") and isinstance(value, str):

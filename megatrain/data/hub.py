@@ -98,7 +98,7 @@ def _explanation(name: str, split: str, error: Exception) -> DataError:
     if isinstance(error, GatedRepoError):
         return DataError(f"{subject} is gated.", "Accept its conditions on the hub and log in with `hf auth login`.")
     if isinstance(error, (RepositoryNotFoundError, datasets.exceptions.DatasetNotFoundError)):
-        return DataError(f"{subject} is not on the hub, or it is private.", "Check the name; for a private one log in with `hf auth login`.")
+        return DataError(f"{subject} is not on the hub, or it is private.", "Check the name; private ones need `hf auth login`.")
     if isinstance(error, HfHubHTTPError):
         return DataError(f"{subject} was refused by the hub: {text}.", "Try again later.")
     if isinstance(error, ValueError) and ("Unknown split" in text or "Bad split" in text):
@@ -108,5 +108,6 @@ def _explanation(name: str, split: str, error: Exception) -> DataError:
     if isinstance(error, RuntimeError) and "no longer supported" in text:
         return DataError(f"{subject} is a program, which is not run.", "Look for a version of it in Parquet files.")
     if isinstance(error, (ConnectionError, FileNotFoundError)):
-        return DataError(f"{subject} can neither be fetched nor found in the local cache.", "Check the connection, or give a file or folder.")
+        problem = f"{subject} can neither be fetched nor found in the local cache."
+        return DataError(problem, "Check the connection, or give a file or folder.")
     return DataError(f"{subject} cannot be read: {text}.", "Check data.path, data.subset and data.split.")

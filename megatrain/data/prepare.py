@@ -17,10 +17,11 @@ from megatrain.data.cache import CacheWriter, TokenCache, open_cache
 from megatrain.data.chat import Encoded, Encoder, load_tokenizer
 from megatrain.data.files import Row
 from megatrain.data.formats import BadRow, Example, detect, read_row
+from megatrain.data.hub import HubSource
 from megatrain.data.loader import Loader
 from megatrain.data.packing import cut_conversation, split_text
 from megatrain.data.report import DataReport, Tally
-from megatrain.data.sources import HubSource, Source, open_source
+from megatrain.data.sources import Source, open_source
 from megatrain.engine.events import Phase
 from megatrain.errors import DataError
 
@@ -95,8 +96,7 @@ def _tokenise(config: DataConfig, source: Source, tokenizer_folder: Path, folder
     total = min(source.total or config.max_rows or 0, config.max_rows or source.total)
     progress(Phase("tokenise", 0, total, "rows"))
     encoder = Encoder(load_tokenizer(tokenizer_folder), config.train_on)
-    rows = enumerate(itertools.islice(source.rows(), config.max_rows), 1)
-    format, rows = _chosen_format(config, source, rows)
+    format, rows = _chosen_format(config, source, enumerate(itertools.islice(source.rows(), config.max_rows), 1))
     tally, reported = Tally(), time.monotonic()
     with CacheWriter(folder) as writer:
         for batch in _batches(rows):
@@ -153,7 +153,8 @@ def _batches(rows: Iterator[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]
         yield batch
 
 
-def _encode_batch(batch: list[tuple[int, Row]], config: DataConfig, format: str, encoder: Encoder, tally: Tally, writer: CacheWriter) -> None:
+def _encode_batch(batch: list[tuple[int, Row]], config: DataConfig, format: str, encoder: Encoder, tally: Tally,
+                  writer: CacheWriter) -> None:  # fmt: skip
     examples: list[tuple[int, Row, Example]] = []
     refused: list[tuple[int, Row, BadRow]] = []
     for number, row in batch:
@@ -176,8 +177,8 @@ def _encode_batch(batch: list[tuple[int, Row]], config: DataConfig, format: str,
             tally.trained_tokens += sum(mask[1:])
         tally.kept += 1
         tally.cut += was_cut
-    for number, row, reason in sorted(refused, key=lambda item: item[0]):
-        tally.drop(str(reason), number, row.place, row.values)
+    for number, row, fault in sorted(refused, key=lambda item: item[0]):
+        tally.drop(str(fault), number, row.place, row.values)
     tally.read += len(batch)
 
 
