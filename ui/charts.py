@@ -271,6 +271,7 @@ def _figure(rows: RunRows, axis: Axis, data: list[Figure], options: ChartOptions
     y_axis |= {"fixedrange": True, "nticks": 6, "zeroline": False, "automargin": False}
     if from_zero and not options.log:
         y_axis["rangemode"] = "tozero"
+    x_title = {"text": axis.title(), "standoff": 6, "font": {"size": 11}}
     layout = {
         "uirevision": rows.run_id,
         "margin": {"l": 52, "r": 12, "t": 8, "b": 34},
@@ -278,7 +279,7 @@ def _figure(rows: RunRows, axis: Axis, data: list[Figure], options: ChartOptions
         "dragmode": "zoom",
         "showlegend": sum(trace.get("showlegend", True) for trace in drawn) > 1,
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "font": {"size": 11}},
-        "xaxis": {"title": {"text": axis.title(), "standoff": 6, "font": {"size": 11}}, "nticks": 8, "zeroline": False, "range": axis.range()},
+        "xaxis": {"title": x_title, "nticks": 8, "zeroline": False, "range": axis.range()},
         "yaxis": y_axis,
     }
     if layout["showlegend"]:

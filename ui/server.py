@@ -79,7 +79,7 @@ def head() -> str:
 
 
 def launch(demo: gr.Blocks, host: str, port: int | None = None, password: str | None = None, browser: bool = False) -> str:
-    """Serve `demo` from threads of this process and return its address. MegaTrainError when it would be open to others without a password."""
+    """Serve `demo` from threads of this process and return its address. MegaTrainError if others could use it without a password."""
     if not is_local(host) and not password:
         raise MegaTrainError(
             f"Listening on {host} would let everyone in this network start and stop runs.",

@@ -22,7 +22,7 @@ LOSS_SMOOTHING = 20.0  # steps
 TREND_STEPS = 50
 TREND_SHARE = 0.005  # a smaller change, or one within the noise, is called steady
 CHAIN = ("download", "tokenise", "check", "load", "train", "save")
-CHAIN_OF = {"plan": "check", "evaluate": "train"}  # stages without a link of their own
+CHAIN_OF = {"plan": "download", "evaluate": "train"}  # stages without a link of their own
 TONES = {
     RunState.RUNNING: "ok", RunState.FINISHED: "ok", RunState.STARTING: "warn", RunState.PAUSED: "warn", RunState.STOPPING: "warn",
     RunState.FAILED: "bad", RunState.CRASHED: "bad", RunState.DAMAGED: "bad",
@@ -211,6 +211,8 @@ def current_phase(rows: RunRows) -> str:
     if not latest and rows.phases:
         latest = max(rows.phases.values(), key=lambda event: event["time_s"])["name"]
     name = CHAIN_OF.get(latest, latest)
+    if name == "check" and "tokenise" not in rows.phases:
+        name = "download"  # a first look at settings and model, before anything is fetched
     said = rows.phases.get(latest, {}).get("time_s", 0.0)
     trains = len(rows.steps) and float(rows.steps["time_s"][-1]) > said and rows.status.state in (RunState.RUNNING, RunState.PAUSED)
     return "train" if trains or (not name and len(rows.steps)) else name if name in CHAIN else ""

@@ -13,7 +13,7 @@ import gradio as gr
 
 from megatrain.errors import MegaTrainError
 from megatrain.runs.supervisor import find_run, list_runs
-from ui import charts, controls, view
+from ui import charts, controls, fixes, view
 from ui.context import checked_run_id
 from ui.feed import Feeds, RunFeed
 from ui.words import section, text
@@ -64,11 +64,17 @@ def run_head(feeds: Feeds) -> gr.HTML:
     def runs(request: Any) -> list[Reply]:
         return [_listed(feeds.of(store.run_id)) for store in list_runs(feeds.workspace)]
 
+    def diagnostics(request: Any) -> Reply:
+        try:
+            return {"text": fixes.diagnostics(feeds.of(checked_run_id(_asked(request, "run"))))}
+        except MegaTrainError as error:
+            return {"error": str(error)}
+
     template = (
         "<div class='nothing mt-empty' hidden></div><div class='something'><div class='top'></div><div class='notes'></div>"
         "<div class='why'></div><ol class='chain'></ol><div class='numbers'></div></div>"
     )
-    return _widget("head.js", template, [runs, acting(feeds)], section("monitor"), elem_classes=["run-head"])
+    return _widget("head.js", template, [runs, diagnostics, acting(feeds)], section("monitor"), elem_classes=["run-head"])
 
 
 def live_charts(feeds: Feeds) -> gr.HTML:
@@ -119,7 +125,7 @@ def monitor_reply(feed: RunFeed, request: Any, now: float) -> Reply:
 
 
 def _feed(feeds: Feeds, run_id: object, live_first: bool = False) -> RunFeed | None:
-    """The feed of the run asked for, else of the live or newest run; None when there is none. `live_first`: a run that is over gives way."""
+    """The feed of the run asked for, else of the live or newest one; None without runs. `live_first`: a run that is over gives way."""
     try:
         feed = feeds.of(checked_run_id(run_id))
     except MegaTrainError:
@@ -133,4 +139,4 @@ def _feed(feeds: Feeds, run_id: object, live_first: bool = False) -> RunFeed | N
 def _listed(feed: RunFeed) -> Reply:
     status = feed.store.state()
     started = time.localtime(status.started_s or status.created_s or 0)
-    return {"run": feed.store.run_id, "name": feed.name(), "word": text(f"states.{status.state}"), "started": time.strftime("%b %d %H:%M", started)}
+    return {"run": feed.store.run_id, "name": feed.name(), "started": time.strftime("%b %d %H:%M", started)}

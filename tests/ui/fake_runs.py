@@ -58,9 +58,9 @@ class FakeRun:
         self.fact("started_s", self.now)
         self.fact("attempt", 1)
         self.state(RunState.STARTING)
-        stages = (("download", 3.09e9, 3.09e9, "bytes"), ("tokenise", 4213, 4213, "rows"), ("check", 2, 2, "layers"), ("load", 30, 30, "blocks"))
-        for name, done, total, unit in stages:
-            self.phase(name, done, total, unit)
+        stages = (("download", 3.09e9, "bytes"), ("tokenise", 4213, "rows"), ("check", 2, "layers"), ("load", 30, "blocks"))
+        for name, total, unit in stages:
+            self.phase(name, total, total, unit)
             self.now += 9
         stamp = time.strftime("%H:%M:%S", time.localtime(self.now))
         (self.folder / "worker.log").write_text(LOG.format(stamp=stamp, folder=self.folder), "utf-8")
@@ -137,7 +137,8 @@ class FakeRun:
         norm = 0.9 + 2.0 * math.exp(-self.step / 60) + abs(noise(0, 0.25))
         rate = 1e-5 * min(1, self.step / 100) * (0.55 + 0.45 * math.cos(math.pi * self.step / self.num_steps))
         moved = {"h2d": int(3.2e9 * 2 * 5), "d2h": int(3.2e9 * 5)} if self.gpu else {}
-        cells = (self.now, self.step, loss, norm, rate, tokens, tokens - 4000, step_s, tokens / step_s, self.step / 400, to_json(moved), "{}")
+        counts = (tokens, tokens - 4000, step_s, tokens / step_s, self.step / 400)
+        cells = (self.now, self.step, loss, norm, rate, *counts, to_json(moved), "{}")
         database.execute(
             "INSERT INTO steps (time_s, step, loss, grad_norm, learning_rate, num_tokens, trained_tokens, step_s, tokens_per_s,"
             " epoch, bytes, waits) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", cells,

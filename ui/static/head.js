@@ -39,9 +39,18 @@ function number(item) {
     el('span', {class: 'detail mt-num'}, item.detail || '\u00a0'));
 }
 function card(error) {
+  const copy = el('button', {class: 'mt-button', type: 'button'}, texts.copy_diagnostics);
+  copy.addEventListener('click', async () => {
+    const reply = await server.diagnostics({run});
+    if (!reply || reply.error) return;
+    await navigator.clipboard.writeText(reply.text);
+    setText(copy, texts.log_copied);
+    setTimeout(() => setText(copy, texts.copy_diagnostics), 1500);
+  });
   return [el('div', {class: 'explanation', role: 'alert'}, el('h3', {}, error.title), el('p', {}, error.text),
     error.hint ? el('p', {class: 'hint'}, error.hint) : null,
-    error.button ? el('div', {}, ...window.MegaTrain.buttons([error.button], texts, run, send)) : null)];
+    error.details ? el('details', {}, el('summary', {}, texts.details), el('pre', {}, error.details)) : null,
+    el('div', {class: 'ways'}, ...window.MegaTrain.buttons(error.buttons, texts, run, send), copy))];
 }
 
 hear(element, 'megatrain:other-run', detail => { run = detail.run; notice.hidden = true; fillPicker(); });

@@ -100,6 +100,7 @@ window.MegaTrain = (() => {
     });
   }
 
+  const goes = ['resume', 'start', 'continue', 'halve_learning_rate', 'lower_vram', 'lower_ram'];
   const stops = ['stop', 'stop_discard', 'force_quit', 'delete'];
 
   /** The buttons of a run. Stopping asks first and says what it costs; a button that cannot be used says why. */
@@ -109,7 +110,9 @@ window.MegaTrain = (() => {
       await send(run, spec.action);
     };
     return specs.map(spec => {
-      const tone = spec.action === 'resume' ? 'primary' : stops.indexOf(spec.action) > 0 ? 'danger' : '';
+      if (spec.page) return el('button', {class: 'mt-button', type: 'button', onclick: () => openPage(spec.page)}, spec.label);
+      if (spec.href) return el('a', {class: 'mt-button', href: spec.href, target: '_blank', rel: 'noreferrer noopener'}, spec.label);
+      const tone = goes.includes(spec.action) ? 'primary' : stops.indexOf(spec.action) > 0 ? 'danger' : '';
       return el('button', {
         class: `mt-button ${tone}`, type: 'button', 'data-action': spec.action, 'aria-disabled': spec.enabled ? null : 'true',
         title: spec.why || null, onclick: spec.enabled ? press(spec) : null,
