@@ -4,7 +4,6 @@ What is found is written beside the configuration (shape.json, data.json, plan.j
 exactly what the run uses.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ from megatrain.plan import Plan
 from megatrain.platform import replace_file
 from megatrain.runs import supervisor
 from megatrain.runs.model_source import CancelledError, resolve_model
-from megatrain.runs.store import RunStore
+from megatrain.runs.records import CheckpointInfo
+from megatrain.runs.store import RunStore, load_json
 from megatrain.shape import ModelShape
 
 Report = Callable[[Event], None]
@@ -27,10 +27,13 @@ Poll = Callable[[], str | None]
 
 
 def _prepare_data(config: RunConfig, tokenizer_folder: Path, cache_folder: Path, progress: Callable[[Phase], None],
-                  cancelled: Callable[[], bool]) -> Any:  # fmt: skip
-    from megatrain.data.prepare import prepare
+                  cancelled: Callable[[], bool], cache_key: str) -> Any:  # fmt: skip
+    from megatrain.data.prepare import PreparationCancelled, prepare
 
-    return prepare(config, tokenizer_folder, cache_folder, progress, cancelled)
+    try:
+        return prepare(config, tokenizer_folder, cache_folder, progress, cancelled, cache_key)
+    except PreparationCancelled as stopped:
+        raise CancelledError(stopped.message) from stopped
 
 
 def _inspect(folder: Path, name: str) -> ModelShape:
@@ -87,21 +90,21 @@ def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[
     workspace = folder.parent.parent
     config = RunConfig.load(folder / "config.yaml")
     point = supervisor.resume_point(store, checkpoint) if resume else None
-    report(Phase("check"))
     model_folder = parts.resolve_model(config.model, report, cancelled)
     shape = parts.inspect(model_folder, config.model.path)
     _write(folder / "shape.json", shape.to_json())
     plan = _plan(store, parts, config, shape, workspace, report, resume)
-    data = parts.prepare_data(config, model_folder, workspace / "cache" / "data", report, cancelled)
+    data = parts.prepare_data(config, model_folder, workspace / "cache" / "data", report, cancelled, _known_tokens(store, config, resume))
     _write(folder / "data.json", data.report.to_json())
+    store.set_fact("data_for", asdict(config.data))
     if cancelled():
         raise CancelledError("stopped while it was being prepared")
     num_steps = config.train.num_steps or max(1, math.ceil(config.train.num_epochs * data.loader.num_packs / config.packs_per_step))
     prepared = Prepared(config, plan, model_folder, folder, data.loader, num_steps)
     if point is None:
         return prepared
-    note = _resume_note(point.step, point.path, data.loader)
-    note += _set_aside_later(store, point.step)
+    note = (f"Resumed from step {point.step}, epoch {data.loader.epoch(point.step):.3f} of the data, checkpoint {point.name} "
+            f"(checksum {point.checksum[:16]}).{_set_aside_later(store, point)}")  # fmt: skip
     return Prepared(config, plan, model_folder, folder, data.loader, num_steps, point.step, point.path, note)
 
 
@@ -119,15 +122,15 @@ def _plan(store: RunStore, parts: Parts, config: RunConfig, shape: ModelShape, w
     return plan
 
 
-def _resume_note(step: int, path: Path, loader: Any) -> str:
-    manifest = path / "manifest.json"
-    checksum = hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
-    return f"Resumed from step {step}, epoch {loader.epoch(step):.3f} of the data, checkpoint {path.name} (checksum {checksum})."
+def _known_tokens(store: RunStore, config: RunConfig, resume: bool) -> str:
+    """Names the tokens that the run was trained on so far, so that a source that changed since changes nothing."""
+    report = load_json(store.folder / "data.json") or {}
+    return str(report.get("cache_key", "")) if resume and store.fact("data_for") == asdict(config.data) else ""
 
 
-def _set_aside_later(store: RunStore, step: int) -> str:
-    """Checkpoints of later steps belong to a course that is left now; the next resume must not take them for the newest."""
-    later = [found for found in store.checkpoints() if found.step > step]
+def _set_aside_later(store: RunStore, point: CheckpointInfo) -> str:
+    """Checkpoints saved after `point` belong to a course that is left now; the next resume must not take one of them."""
+    later = [found for found in store.checkpoints() if found.step > point.step or found.sequence > point.sequence]
     for found in later:
         target = found.path.with_name(f"left-{found.name}-{found.path.stat().st_mtime_ns}")
         found.path.rename(target)

@@ -1,5 +1,6 @@
 """Looking at a run folder: what its record says, and whether its worker really lives. Changes nothing."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +131,13 @@ def vanished(folder: Path, database: Database, stored: dict[str, Any], step: int
     used, total = readings.get("ram_used_bytes_max"), stored.get("ram_total_bytes")
     kills = oom_kills()
     before = stored.get("oom_kills")
-    complete = [checkpoint.step for checkpoint in checkpoints(folder) if checkpoint.complete]
+    newest = newest_checkpoint(checkpoints(folder))
     ended, spawned = stored.get("exit") or {}, stored.get("spawned") or {}
     return diagnose.Vanished(
         exit_code=ended.get("code") if ended.get("pid") == spawned.get("pid") else None,
         log_tail=tail(folder / "worker.log"), step=step, phase=(stored.get("phase") or {}).get("name", ""),
         ram_share=used / total if used and total else None, system_killed=None if kills is None or before is None else kills > before,
-        free_disk_bytes=shutil.disk_usage(folder).free, checkpoint_step=max(complete) if complete else None,
+        free_disk_bytes=shutil.disk_usage(folder).free, checkpoint_step=newest.step if newest else None,
     )  # fmt: skip
 
 
@@ -180,18 +182,27 @@ def checkpoints(folder: Path) -> list[CheckpointInfo]:
     for path in (folder / "checkpoints").glob("step-*"):
         match = CHECKPOINT_NAME.fullmatch(path.name)
         if match and path.is_dir():
-            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path) if entry.is_file()}
-            complete = _is_complete(path, sizes)
-            found.append(CheckpointInfo(path.name, int(match[1]), path, sum(sizes.values()), path.stat().st_mtime, complete))
+            with contextlib.suppress(OSError):  # retention may remove it just now
+                found.append(_checkpoint(path, int(match[1])))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def _is_complete(path: Path, sizes: dict[str, int]) -> bool:
+def newest_checkpoint(found: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
+    """The complete one that was saved last: neither the highest number (the run may have gone back) nor the last name."""
+    return max((info for info in found if info.complete), key=lambda info: info.sequence, default=None)
+
+
+def _checkpoint(path: Path, step: int) -> CheckpointInfo:
+    """Complete: the manifest, written last, is there, and every file has the size that it says. Contents are not read."""
+    with os.scandir(path) as entries:
+        sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    info = CheckpointInfo(path.name, step, path, sum(sizes.values()), path.stat().st_mtime, complete=False)
     try:
         manifest = json.loads((path / "manifest.json").read_text("utf-8"))
-        return all(sizes.get(name) == entry["num_bytes"] for name, entry in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        complete = all(sizes.get(record["file"]) == record["num_bytes"] for record in manifest["blocks"])
+        return replace(info, complete=complete, sequence=int(manifest["sequence"]), checksum=str(manifest["sha256"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return info
 
 
 def tail(path: Path, num_bytes: int = 65536) -> str:

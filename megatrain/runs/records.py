@@ -126,6 +126,8 @@ class CheckpointInfo:
     num_bytes: int
     time_s: float
     complete: bool
+    sequence: int = 0  # counts the checkpoints of a run in the order of saving; the newest has the highest
+    checksum: str = ""  # of the manifest, which holds those of all files
 
 
 @dataclass(frozen=True)

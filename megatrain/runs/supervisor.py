@@ -20,6 +20,7 @@ from megatrain.config import RunConfig
 from megatrain.errors import RunError
 from megatrain.platform import FileLock, LockHeldError, kill_group, look_at_lock, process_identity, start_detached
 from megatrain.runs.diagnose import START_MARK
+from megatrain.runs.reading import newest_checkpoint
 from megatrain.runs.records import CheckpointInfo, RunState, to_json
 from megatrain.runs.store import RunStore, load_json
 
@@ -109,14 +110,12 @@ def _spawn(store: RunStore, arguments: list[str]) -> int:
 
 
 def resume_point(store: RunStore, name: str | None = None) -> CheckpointInfo:
-    """The checkpoint to resume from: the named one, else the complete one with the highest step."""
-    complete = [found for found in store.checkpoints() if found.complete]
-    if name is not None:
-        complete = [found for found in complete if found.name == name]
-    if not complete:
+    """The checkpoint to resume from: the named one, else the complete one that was saved last."""
+    newest = newest_checkpoint(found for found in store.checkpoints() if name is None or found.name == name)
+    if newest is None:
         wanted = f"the checkpoint {name[:60]!r} is not there or not complete" if name else "no complete checkpoint was written yet"
         raise RunError(f"This run cannot be resumed: {wanted}.", "Choose another checkpoint, or start the run from the beginning.")
-    return complete[-1]
+    return newest
 
 
 def change_config(store: RunStore, changes: dict[str, Any]) -> RunConfig:

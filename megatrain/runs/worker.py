@@ -23,6 +23,7 @@ from megatrain.platform import FileLock, LockHeldError
 from megatrain.runs import diagnose
 from megatrain.runs.model_source import CancelledError
 from megatrain.runs.preparation import Parts, Prepared, prepare
+from megatrain.runs.reading import newest_checkpoint
 from megatrain.runs.records import RunState
 from megatrain.runs.store import RunStore
 from megatrain.telemetry.gpu import GpuReader
@@ -171,8 +172,8 @@ class Worker:
 
     def _fail(self, error: BaseException) -> int:
         log.error("The run failed.", exc_info=error)
-        complete = [found.step for found in self.store.checkpoints() if found.complete]
-        explanation = diagnose.explain_error(error, self._step, max(complete, default=None))
+        newest = newest_checkpoint(self.store.checkpoints())
+        explanation = diagnose.explain_error(error, self._step, newest.step if newest else None)
         self.store.log_event("ended", {"reason": "failed", "step": self._step, "error": asdict(explanation)})
         self._set_state(RunState.FAILED, explanation.title, error=asdict(explanation))
         return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), UNKNOWN_ERROR)

@@ -39,10 +39,13 @@ class FakeLoader:
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
+    """A folder that looks like the engine's checkpoints from outside."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    (path / "weights.bin").write_bytes(b"w" * 100)
-    (path / "manifest.json").write_text(json.dumps({"step": step, "files": {"weights.bin": {"num_bytes": 100}}}), "utf-8")
+    (path / "block-0000.safetensors").write_bytes(b"w" * 100)
+    blocks = [{"file": "block-0000.safetensors", "num_bytes": 100}]
+    manifest = {"step": step, "sequence": time.time_ns(), "sha256": "c0ffee" * 5, "blocks": blocks}
+    (path / "manifest.json").write_text(json.dumps(manifest), "utf-8")
     return path
 
 
@@ -95,7 +98,7 @@ def misbehave(name: str, report) -> None:
         report(Notice("info", f"child {child.pid}"))
 
 
-def prepare_data(config, tokenizer_folder, cache_folder, progress, cancelled):
+def prepare_data(config, tokenizer_folder, cache_folder, progress, cancelled, cache_key):
     for done in range(200 if config.name == "slow data" else 1):
         progress(Phase("tokenise", done, 200, "rows"))
         if cancelled():

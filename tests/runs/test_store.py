@@ -19,6 +19,7 @@ from megatrain.platform import FileLock, Holder
 from megatrain.runs import reading
 from megatrain.runs.records import RunState, to_json
 from megatrain.runs.store import RunStore
+from tests.runs.fake_worker import write_checkpoint
 
 
 @pytest.fixture
@@ -280,11 +281,8 @@ def test_a_folder_without_its_files_is_damaged_not_an_error(store, tmp_path):
 
 def test_checkpoints_are_ordered_by_number_and_only_whole_ones_are_complete(store):
     for number in (90, 100, 1000000000):
-        path = store.folder / "checkpoints" / f"step-{number}"
-        path.mkdir(parents=True)
-        (path / "a").write_bytes(b"abc")
-        (path / "manifest.json").write_text(json.dumps({"files": {"a": {"num_bytes": 3}}}), "utf-8")
-    (store.folder / "checkpoints" / "step-100" / "a").write_bytes(b"ab")  # truncated
+        write_checkpoint(store.folder, number)
+    (store.folder / "checkpoints" / "step-00000100" / "block-0000.safetensors").write_bytes(b"ab")  # truncated
     (store.folder / "checkpoints" / "step-00000105").mkdir()  # no manifest
     (store.folder / "checkpoints" / ".step-00000110.tmp").mkdir()
     found = store.checkpoints()

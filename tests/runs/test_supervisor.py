@@ -19,6 +19,7 @@ from megatrain.platform import FileLock, look_at_lock, process_identity
 from megatrain.runs import supervisor
 from megatrain.runs.records import RunState
 from megatrain.runs.store import RunStore, load_json
+from tests.runs.fake_worker import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -137,7 +138,7 @@ def test_a_run_trains_to_its_end_and_leaves_a_whole_record(workspace):
     assert load_json(store.folder / "shape.json")["model_type"] == "fake"
     events = [(event.kind, event.data.get("state") or event.data.get("name") or event.data.get("reason")) for event in store.events()]
     phases = [name for kind, name in events if kind == "phase"]
-    assert phases == ["check", "plan", "tokenise", "load", "train"]
+    assert phases == ["plan", "tokenise", "load", "train"]
     assert [name for kind, name in events if kind == "state"] == ["created", "starting", "starting", "running", "finished"]
     assert ("ended", "finished") in events
     assert store.telemetry()[-1].values["worker_ram_bytes_max"] > 1e6
@@ -303,14 +304,13 @@ def test_resume_needs_a_complete_checkpoint_and_a_fresh_start_needs_none(workspa
     store = supervisor.create_run(workspace, config())
     with pytest.raises(RunError, match="no complete checkpoint"):
         supervisor.start_worker(store, resume=True)
-    for number, complete in ((9, True), (90, True), (100, False)):
-        path = store.folder / "checkpoints" / f"step-{number}"
-        path.mkdir(parents=True)
-        if complete:
-            (path / "manifest.json").write_text('{"files": {}}', "utf-8")
+    for number in (9, 100, 90):  # the run went back from 100
+        write_checkpoint(store.folder, number)
+    (write_checkpoint(store.folder, 200) / "manifest.json").unlink()
     assert supervisor.resume_point(store).step == 90
+    assert supervisor.resume_point(store, "step-00000100").step == 100
     with pytest.raises(RunError, match="not complete"):
-        supervisor.resume_point(store, "step-100")
+        supervisor.resume_point(store, "step-00000200")
     with pytest.raises(RunError, match="two trainings"):
         supervisor.start_worker(store)
 
@@ -397,11 +397,9 @@ def test_an_old_stop_does_not_stop_the_resumed_run(workspace):
 
 def test_a_failed_export_is_an_event(workspace, monkeypatch):
     store = supervisor.create_run(workspace, config())
-    path = store.folder / "checkpoints" / "step-5"
-    path.mkdir(parents=True)
-    (path / "manifest.json").write_text('{"files": {}}', "utf-8")
+    write_checkpoint(store.folder, 5)
     monkeypatch.setattr(supervisor, "EXPORT", (sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(3)"))
-    supervisor.start_export(store, "step-5", "bf16")
+    supervisor.start_export(store, "step-00000005", "bf16")
     give_up = time.monotonic() + 5
     while True:
         events = [event.data for event in store.events() if event.kind == "export"]
@@ -411,7 +409,7 @@ def test_a_failed_export_is_an_event(workspace, monkeypatch):
         time.sleep(0.02)
     assert events[0]["state"] == "started" or events[1]["state"] == "started"
     assert any("exit code 3" in event.get("text", "") for event in events)
-    assert "step-5-bf16" in (store.folder / "exports" / "export.log").read_text("utf-8")
+    assert "step-00000005-bf16" in (store.folder / "exports" / "export.log").read_text("utf-8")
     with pytest.raises(RunError):
         supervisor.start_export(store, "../../etc", "bf16")
 
