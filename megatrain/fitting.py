@@ -9,6 +9,7 @@ too short to hide its stored input's way to RAM, inputs come before blocks.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import groupby
 
 from megatrain import costs
 from megatrain.config import RunConfig
@@ -45,11 +46,11 @@ def budget(config: RunConfig, machine: Machine) -> Budget:
     device = _device(config, machine)
     vram_limit, ram_limit = _gib(config.memory.vram_limit_gib), _gib(config.memory.ram_limit_gib)
     ram_reserve = max(2 * GIB, machine.ram_total_bytes * 8 // 100)
-    ram = min(ram_limit or machine.ram_total_bytes, max(0, machine.ram_available_bytes - ram_reserve))
+    ram = max(0, machine.ram_available_bytes - ram_reserve)
     limits = Budget(
         device=device,
         vram_bytes=0,
-        ram_bytes=ram,
+        ram_bytes=ram if ram_limit is None else min(ram, ram_limit),
         ram_total_bytes=machine.ram_total_bytes,
         ram_available_bytes=machine.ram_available_bytes,
         ram_reserve_bytes=ram_reserve,
@@ -58,9 +59,10 @@ def budget(config: RunConfig, machine: Machine) -> Budget:
     if gpu is None:
         return limits
     reserve = max(384 * MIB, gpu.total_bytes * 3 // 100)
+    vram = max(0, gpu.free_bytes - reserve)
     return replace(
         limits,
-        vram_bytes=min(vram_limit or gpu.total_bytes, max(0, gpu.free_bytes - reserve)),
+        vram_bytes=vram if vram_limit is None else min(vram, vram_limit),
         vram_total_bytes=gpu.total_bytes,
         vram_free_bytes=gpu.free_bytes,
         vram_reserve_bytes=reserve,
@@ -170,21 +172,23 @@ def search(problem: Problem) -> Plan | None:
 
 def _fill(problem: Problem, packs: int) -> Plan | None:
     """The preferred plan with micro-batches of `packs`."""
-    inputs_first = list(_cuts(problem, packs))
-    choices = [inputs_first] if problem.inputs_hide else [[cut] for cut in inputs_first]
-    for cuts in choices:  # blocks matter more than the cut inside a list, less than the order of the lists
-        found = _most_resident(problem, cuts)
-        if found is not None:
-            return _spend_rest(problem, *found)
+    by_sums = groupby(_cuts(problem, packs), key=lambda cut: cut.accumulators_tier)
+    for cuts in (list(group) for _, group in by_sums):
+        # blocks in VRAM matter more than the place of inputs that compute hides, and less than anything else
+        for equals in [cuts] if problem.inputs_hide else [[cut] for cut in cuts]:
+            found = _most_resident(problem, equals)
+            if found is not None:
+                return _spend_rest(problem, *found)
     return None
 
 
 def _cuts(problem: Problem, packs: int) -> Iterator[Plan]:
-    """Plans with everything in RAM, in order of preference: how groups are cut and where inputs and sums rest."""
+    """Plans with everything in RAM, in order of preference: how groups are cut and where sums and inputs rest."""
     count = -(-problem.work.packs_per_step // packs)
     wanted = problem.config.memory.group_micro_batches
-    for inputs in (Tier.VRAM, Tier.RAM) if problem.work.on_gpu else (Tier.VRAM,):
-        for sums in (Tier.VRAM, Tier.RAM) if wanted and wanted < count and problem.work.on_gpu else (Tier.VRAM,):
+    both = (Tier.VRAM, Tier.RAM)
+    for sums in both if wanted and wanted < count and problem.work.on_gpu else both[:1]:
+        for inputs in both if problem.work.on_gpu else both[:1]:
             yield Plan(
                 placements=problem.placements(0, 0),
                 micro_batch_packs=packs,
