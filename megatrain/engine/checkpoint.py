@@ -1,7 +1,7 @@
 """Checkpoints: written beside training, whole or not at all, and checked before anything older is given up.
 
-`step-00000100/` holds one safetensors file per block with the block's flat states exactly as the engine holds them, and
-`manifest.json`, which is written last and lists every file with size and sha256, every tensor, and every block's layout.
+`step-00000100/` holds one safetensors file per block with the block's flat states as the engine holds them, and
+`manifest.json`, which is written last: every file with size, sha256 and tensors, and what the trainer adds (`meta`).
 The folder is written under a temporary name, flushed, read back, and only then renamed. A crash at any instant leaves
 the checkpoints before it untouched; what it leaves behind is removed at the next start.
 Checkpoints are ordered by when they were saved, not by name: a run that went back to an earlier step goes on from there.
@@ -14,10 +14,10 @@ import platform as system
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ import transformers
 from megatrain import platform
 from megatrain.engine.events import CheckpointDone
 from megatrain.errors import CheckpointError, MegaTrainError
-from megatrain.models.blocks import BlockLayout, layout_from_record, layout_record
+from megatrain.models.blocks import BlockLayout, layout_from_record
 from megatrain.models.tensorfile import TensorFile, TensorFileWriter, bytes_of, disk_errors
 
 FORMAT = 1
@@ -33,16 +33,33 @@ MANIFEST = "manifest.json"
 _WRITING, _REMOVED, _REPLACED = ".tmp-", ".tmp-removed-", ".tmp-replaced-"
 
 
-class BlockSnapshot(Protocol):
-    """One block of the engine, for the writer's thread. Its states must not change until `taken` is called."""
+@dataclass(frozen=True)
+class BlockSnapshot:
+    """One block to save. Its states must not change until `taken` is called."""
 
-    layout: BlockLayout
+    name: str
+    read: Callable[[], Mapping[str, torch.Tensor]]  # the states by name, on the CPU; may wait for copies, may be the live ones
+    taken: Callable[[], object]  # they are on disk, or no longer wanted; called exactly once, whatever happens
 
-    def read(self) -> Mapping[str, torch.Tensor]:
-        """The flat states by name, on the CPU; may wait for copies. They may be the live states themselves."""
 
-    def taken(self) -> None:
-        """The states are on disk, or no longer wanted. Called exactly once per block, whatever happens."""
+def file_states(layout: BlockLayout, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A block's states as a file holds them: its bytes of weights become `weights` [numel_a] in the compute dtype,
+    `weights_fp32` [numel_b] and `buffers` (bytes), the last two if there are any. Views; nothing is copied."""
+    weights = states["weights"]
+    parts = {"weights": layout.segment_a(weights), "weights_fp32": layout.segment_b(weights), "buffers": layout.buffer_section(weights)}
+    return {name: part for name, part in parts.items() if part.numel() or name == "weights"} | {
+        name: state for name, state in states.items() if name != "weights"
+    }
+
+
+def engine_states(layout: BlockLayout, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `file_states`."""
+    weights = torch.zeros(layout.weight_bytes, dtype=torch.uint8)
+    for name, part in file_states(layout, {"weights": weights}).items():
+        if name not in states or states[name].shape != part.shape or states[name].dtype != part.dtype:
+            raise CheckpointError(f"Block {layout.name} of the checkpoint does not fit this model: {name} differs.")
+        part.copy_(states[name])
+    return {"weights": weights} | {name: state for name, state in states.items() if name not in ("weights_fp32", "buffers", "weights")}
 
 
 class CheckpointWriter:
@@ -62,29 +79,28 @@ class CheckpointWriter:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, step: int, blocks: Sequence[BlockSnapshot], meta: Mapping[str, Any]) -> None:
-        """Begin to save the state after `step` updates. `meta`: JSON values (finite numbers) that `load` gives back.
+    def start(self, step: int, blocks: Sequence[BlockSnapshot], meta: Mapping[str, Any], protect: Path | None = None) -> None:
+        """Begin to save the state after `step` updates; training may go on.
 
-        Waits for the checkpoint before, and raises what failed there.
+        `meta`: JSON values (finite numbers) that `load` gives back; its `layouts` holds the `layout_record` of every block.
+        `protect` is a checkpoint that this save does not remove. Waits for the checkpoint before, and raises what failed there.
         """
         self._join()
         self._raise_failure()
         copied = json.loads(json.dumps(meta, allow_nan=False))
-        self._thread = threading.Thread(target=self._run, args=(step, list(blocks), copied), name=f"checkpoint {step}", daemon=True)
+        arguments = (step, list(blocks), copied, protect)
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"checkpoint {step}", daemon=True)
         self._thread.start()
 
-    def finished(self) -> list[CheckpointDone]:
-        """The checkpoints completed since the last call; none while one is being written.
+    def finished(self) -> CheckpointDone | None:
+        """A completed checkpoint that was not asked for before; None when there is none, or one is still being written.
 
         Raises the writer's failure: CheckpointError or DiskFullError.
         """
         self._raise_failure()
-        if self.busy:
-            return []
-        done, self._done = self._done, []
-        return done
+        return None if self.busy or not self._done else self._done.pop(0)
 
-    def wait(self) -> list[CheckpointDone]:
+    def wait(self) -> CheckpointDone | None:
         """`finished`, after the writer has ended."""
         self._join()
         return self.finished()
@@ -98,12 +114,12 @@ class CheckpointWriter:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _run(self, step: int, blocks: list[BlockSnapshot], meta: dict[str, Any]) -> None:
+    def _run(self, step: int, blocks: list[BlockSnapshot], meta: dict[str, Any], protect: Path | None) -> None:
         started = time.monotonic()
         untaken = list(blocks)
         try:
             path, num_bytes = self._write(step, untaken, meta)
-            removed = self._drop_old(path)
+            removed = self._drop_old({path, protect})
             self._done.append(CheckpointDone(step, str(path), num_bytes, time.monotonic() - started, removed))
         except MegaTrainError as failure:
             self._failure = failure
@@ -145,11 +161,12 @@ class CheckpointWriter:
             raise
         return target, sum(record["num_bytes"] for record in manifest["blocks"])
 
-    def _drop_old(self, newest: Path) -> tuple[str, ...]:
-        """Remove all but the newest `keep`. The new one is verified by now; one that resists is tried again next time."""
-        older = [found for found in complete(self.root) if found.path != newest]
+    def _drop_old(self, stay: set[Path | None]) -> tuple[str, ...]:
+        """Remove all but the newest `keep` and `stay`. The new one is verified by now; one that resists is tried again next time."""
         removed = []
-        for found in older[: max(0, len(older) - (self.keep - 1))]:
+        for found in complete(self.root)[: -self.keep]:
+            if found.path in stay:
+                continue
             gone = self.root / f"{_REMOVED}{found.path.name}"
             try:
                 os.replace(found.path, gone)  # a half-removed checkpoint must not look like one
@@ -169,7 +186,7 @@ def _write_block(folder: Path, index: int, block: BlockSnapshot) -> dict[str, An
     states = block.read()
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in states.items()}
     path = folder / f"block-{index:04d}.safetensors"
-    writer = TensorFileWriter(path, specs, CheckpointError, {"block": block.layout.name})
+    writer = TensorFileWriter(path, specs, CheckpointError, {"block": block.name})
     try:
         digest = hashlib.sha256(writer.header)
         for name, tensor in states.items():
@@ -179,13 +196,7 @@ def _write_block(folder: Path, index: int, block: BlockSnapshot) -> dict[str, An
     finally:
         writer.abandon()
     tensors = {name: {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)} for name, (dtype, shape) in specs.items()}
-    return {
-        "file": path.name,
-        "num_bytes": writer.num_bytes,
-        "sha256": digest.hexdigest(),
-        "tensors": tensors,
-        "layout": layout_record(block.layout),
-    }
+    return {"name": block.name, "file": path.name, "num_bytes": writer.num_bytes, "sha256": digest.hexdigest(), "tensors": tensors}
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -254,11 +265,11 @@ class CheckpointReader:
     @property
     def layouts(self) -> list[BlockLayout]:
         """Every block's layout, in the model's order."""
-        return [layout_from_record(record["layout"]) for record in self.manifest["blocks"]]
+        return [layout_from_record(record) for record in self.meta["layouts"]]
 
     def block(self, name: str, states: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """The flat states of the block called `name` (None: all), on the CPU. CheckpointError when its file is damaged."""
-        record = next((record for record in self.manifest["blocks"] if record["layout"]["name"] == name), None)
+        record = next((record for record in self.manifest["blocks"] if record["name"] == name), None)
         if record is None:
             raise CheckpointError(f"{self.path} holds no block {name}.")
         file = TensorFile(self.path / record["file"], CheckpointError)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatrain.engine import checkpoint
-from megatrain.engine.checkpoint import CheckpointWriter, complete, latest, load, recover, verify
+from megatrain.engine.checkpoint import CheckpointWriter, complete, engine_states, file_states, latest, load, recover, verify
 from megatrain.errors import CheckpointError, DiskFullError
-from megatrain.models.blocks import BlockLayout, lay_out
+from megatrain.models.blocks import BlockLayout, lay_out, layout_record
 
 
 class Block:
@@ -28,8 +28,11 @@ class Block:
         self.layout: BlockLayout = lay_out(name, "layer0", parameters, buffers, *args)
         generator = torch.Generator().manual_seed(seed)
         numel = self.layout.numel
+        weights = torch.zeros(self.layout.weight_bytes, dtype=torch.uint8)  # the gaps between the sections stay zero
+        for part in file_states(self.layout, {"weights": weights}).values():
+            part.view(torch.uint8).random_(0, 128, generator=generator)
         self.states = {
-            "weights": torch.randint(0, 256, (self.layout.weight_bytes,), dtype=torch.uint8, generator=generator),
+            "weights": weights,
             "masters": torch.randint(-100, 100, (self.layout.numel_a,), dtype=torch.int16, generator=generator),
             "exp_avg": torch.randn(numel, generator=generator),
             "exp_avg_sq": torch.rand(numel, generator=generator),
@@ -39,10 +42,14 @@ class Block:
     def read(self) -> dict[str, torch.Tensor]:
         if self.fault:
             raise self.fault
-        return self.states
+        return file_states(self.layout, self.states)
 
     def taken(self) -> None:
         self.times_taken += 1
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
 
 
 def blocks(seed: int = 0) -> list[Block]:
@@ -52,33 +59,42 @@ def blocks(seed: int = 0) -> list[Block]:
 def save(root: Path, step: int, keep: int = 10, seed: int = 0) -> Path:
     writer = CheckpointWriter(root, keep)
     writer.start(step, blocks(seed), {"position": step})
-    return Path(writer.wait()[0].path)
+    return Path(writer.wait().path)
 
 
 def equal(folder: Path, seed: int) -> bool:
     reader = load(folder)
-    return all(torch.equal(found, block.states[name]) for block in blocks(seed) for name, found in reader.block(block.layout.name).items())
+    return all(same(engine_states(block.layout, reader.block(block.name)), block.states) for block in blocks(seed))
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Every bit, types included."""
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     given = blocks(seed=3)
     writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
-    meta = {"position": 17, "rate": 1e-5, "names": ["a"], "config": {"seed": 1}}
+    layouts = [layout_record(block.layout) for block in given]
+    meta = {"position": 17, "rate": 1e-5, "names": ["a"], "config": {"seed": 1}, "layouts": layouts}
     writer.start(100, given, meta)
-    (done,) = writer.wait()
+    done = writer.wait()
     assert done.step == 100
     assert Path(done.path) == latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000100"
     assert [block.times_taken for block in given] == [1, 1, 1]
     reader = load(Path(done.path))
-    assert (reader.step, reader.meta, reader.num_bytes) == (100, meta, done.num_bytes)
+    assert (reader.step, reader.meta, reader.num_bytes) == (100, json.loads(json.dumps(meta)), done.num_bytes)
     assert reader.layouts == [block.layout for block in given]
     for block in given:
-        found = reader.block(block.layout.name)
-        assert found.keys() == block.states.keys()
-        assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in block.states.items())
+        found = reader.block(block.name)
+        assert list(found) == ["weights", "weights_fp32", "buffers", "masters", "exp_avg", "exp_avg_sq"]
+        assert found["weights"].dtype == torch.bfloat16
+        assert same(engine_states(block.layout, found), block.states)
     assert set(reader.block("head", {"weights", "masters"})) == {"weights", "masters"}
     assert verify(reader.path) == []
-    assert writer.finished() == []
+    assert writer.finished() is None
     with pytest.raises(CheckpointError, match="holds no block tail"):
         reader.block("tail")
 
@@ -107,7 +123,7 @@ def test_retention(seed: int, tmp_path: Path) -> None:
     for _ in range(8):
         step = draw.choice([1, 2, 10, 99, 100, 1000])
         writer.start(step, [Block("embed")], {})
-        (done,) = writer.wait()
+        done = writer.wait()
         order = [*(other for other in order if other != step), step][-keep:]
         assert [reader.step for reader in complete(tmp_path)] == order
         assert len(list(tmp_path.iterdir())) == len(order)
@@ -126,7 +142,7 @@ def test_nothing_old_is_removed_when_the_new_one_fails(tmp_path: Path) -> None:
     assert verify(old) == []
     assert list(tmp_path.iterdir()) == [old]
     writer.start(3, blocks(), {})  # the failure was told once; the writer goes on
-    assert writer.wait()[0].removed == ("step-00000001",)
+    assert writer.wait().removed == ("step-00000001",)
 
 
 def test_failure_is_raised_by_the_next_start_too(tmp_path: Path) -> None:
@@ -139,15 +155,15 @@ def test_failure_is_raised_by_the_next_start_too(tmp_path: Path) -> None:
 def test_training_goes_on_while_a_block_is_awaited(tmp_path: Path) -> None:
     released = threading.Event()
     slow = Block("layer000")
-    slow.read = lambda: released.wait(30) and slow.states
+    slow.read = lambda: released.wait(30) and slow.states  # type: ignore[method-assign]
     first = Block("embed")
     writer = CheckpointWriter(tmp_path, keep=1)
     writer.start(1, [first, slow], {})
-    assert writer.finished() == []
+    assert writer.finished() is None
     assert writer.busy
     assert latest(tmp_path) is None
     released.set()
-    assert len(writer.wait()) == 1
+    assert writer.wait().step == 1
     assert slow.times_taken == first.times_taken == 1
 
 
@@ -155,6 +171,22 @@ def test_meta_that_json_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, keep=1)
     with pytest.raises(ValueError, match="JSON compliant"):
         writer.start(1, blocks(), {"loss": float("nan")})
+
+
+def test_protected_checkpoint_stays(tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    save(tmp_path, 2)
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.start(3, blocks(), {}, protect=first)
+    assert writer.wait().removed == ("step-00000002",)
+    assert [reader.step for reader in complete(tmp_path)] == [1, 3]
+
+
+def test_block_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    other = lay_out("head", "head", {"head.weight": torch.empty(9, 9)}, {}, torch.bfloat16, frozenset(), frozenset(), frozenset())
+    with pytest.raises(CheckpointError, match="Block head of the checkpoint does not fit this model: weights differs"):
+        engine_states(other, load(folder).block("head"))
 
 
 # Full disk ------------------------------------------------------------------------------------------------------------
