@@ -248,7 +248,7 @@ def _read_gpus(cores: int, measured: dict[str, Rates]) -> tuple[tuple[Gpu, ...],
         missing = isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded)
         return (), None, () if missing else (f"The NVIDIA driver does not answer: {error}.",)
     try:
-        driver = _ask(pynvml.nvmlSystemGetDriverVersion)
+        driver = _ask("SystemGetDriverVersion")
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
         chosen = _visible(handles, os.environ.get(VISIBLE_GPUS))
         return tuple(_read_gpu(index, handle, cores, measured) for index, handle in enumerate(chosen)), driver, ()
@@ -280,20 +280,20 @@ def _read_gpu(index: int, handle: Any, cores: int, measured: dict[str, Rates]) -
     import pynvml
 
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    uuid = _ask(pynvml.nvmlDeviceGetUUID, handle) or ""
-    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    uuid = _ask("DeviceGetUUID", handle) or ""
+    capability = _ask("DeviceGetCudaComputeCapability", handle)
     readings = GpuReadings(
         compute_capability=tuple(capability) if capability else None,
-        cuda_cores=_ask(pynvml.nvmlDeviceGetNumGpuCores, handle),
-        clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        pcie_width=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        bus_bits=_ask(pynvml.nvmlDeviceGetMemoryBusWidth, handle),
-        memory_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        cuda_cores=_ask("DeviceGetNumGpuCores", handle),
+        clock_mhz=_ask("DeviceGetMaxClockInfo", handle, pynvml.NVML_CLOCK_SM),
+        pcie_generation=_ask("DeviceGetMaxPcieLinkGeneration", handle),
+        pcie_width=_ask("DeviceGetMaxPcieLinkWidth", handle),
+        bus_bits=_ask("DeviceGetMemoryBusWidth", handle),
+        memory_mhz=_ask("DeviceGetMaxClockInfo", handle, pynvml.NVML_CLOCK_MEM),
     )
     return Gpu(
         index=index,
-        name=_ask(pynvml.nvmlDeviceGetName, handle) or "GPU",
+        name=_ask("DeviceGetName", handle) or "GPU",
         uuid=uuid,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
@@ -306,11 +306,10 @@ def _read_gpu(index: int, handle: Any, cores: int, measured: dict[str, Rates]) -
 
 
 def _gpu_processes(handle: Any) -> tuple[GpuProcess, ...]:
-    import pynvml
 
     found: dict[int, GpuProcess] = {}
-    for call in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-        for entry in _ask(call, handle) or ():
+    for reading in ("DeviceGetComputeRunningProcesses", "DeviceGetGraphicsRunningProcesses"):
+        for entry in _ask(reading, handle) or ():
             try:
                 name = psutil.Process(entry.pid).name()
             except psutil.Error:
@@ -319,12 +318,12 @@ def _gpu_processes(handle: Any) -> tuple[GpuProcess, ...]:
     return tuple(sorted(found.values(), key=lambda process: -(process.used_bytes or 0)))
 
 
-def _ask(call: Any, *arguments: Any) -> Any:
-    """A reading, or None where this driver or card does not have it."""
+def _ask(reading: str, *arguments: Any) -> Any:
+    """NVML's answer to nvml<reading>, or None where this driver, card or version of the library does not have it."""
     import pynvml
 
     try:
-        value = call(*arguments)
-    except (pynvml.NVMLError, AttributeError):  # AttributeError: the driver's library is older than the call
+        value = getattr(pynvml, f"nvml{reading}")(*arguments)
+    except (pynvml.NVMLError, AttributeError):
         return None
     return value.decode() if isinstance(value, bytes) else value
