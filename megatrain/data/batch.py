@@ -19,6 +19,7 @@ class PackedBatch:
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
+    real_tokens: np.ndarray = None  # type: ignore[assignment]  # [P] int64: tokens of each pack that are not padding; None: all
 
     @property
     def num_packs(self) -> int:
@@ -31,10 +32,8 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens: padding is not counted. A pack's padding starts where labels, ids and positions say so."""
+        """Real tokens: padding is not counted."""
         return int(self.real_tokens.sum())
-
-    real_tokens: np.ndarray = None  # type: ignore[assignment]  # [P] int64: tokens of each pack that are not padding
 
     def __post_init__(self) -> None:
         if self.real_tokens is None:

@@ -5,8 +5,10 @@ as is needed is fetched; without it the data set is downloaded into the hub's ow
 """
 
 import hashlib
+import importlib
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +30,7 @@ class HubSource:
 
     @property
     def total(self) -> int:
-        rows = self._loaded()
-        return len(rows) if hasattr(rows, "__len__") else 0
+        return 0 if self.max_rows else len(self._loaded())
 
     def version(self) -> str:
         self._loaded()
@@ -38,7 +39,7 @@ class HubSource:
     def rows(self) -> Iterator[Row]:
         place = f"{self.name} {self.split}"
         with _explained(self.name, self.split):
-            for number, values in enumerate(self._loaded(), 1):
+            for number, values in enumerate(itertools.islice(self._loaded(), self.max_rows), 1):
                 yield Row(f"{place} row {number}", values)
 
     def _loaded(self) -> Any:
@@ -58,35 +59,47 @@ class HubSource:
         else:  # from the cache: its files carry the version in their paths
             files = sorted(entry["filename"] for entry in found.cache_files)
             self._version = hashlib.sha256("\0".join(files).encode()).hexdigest()
-            self.notes = ("The hub could not be reached; the copy in the local cache is used.",)
+            self.notes = ("The hub was not asked (offline mode); the copy in the local cache is used.",)
         return found
 
     def _commit(self) -> str:
-        """The commit that the hub has now; empty when the hub cannot be reached."""
-        import httpx
+        """The commit that the hub has now; empty in offline mode."""
         import huggingface_hub
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
             with _explained(self.name, self.split):
                 return huggingface_hub.HfApi().dataset_info(self.name, timeout=20).sha or ""
-        except (httpx.TransportError, OfflineModeIsEnabled):
+        except OfflineModeIsEnabled:
             return ""
 
 
 @contextmanager
 def _explained(name: str, split: str) -> Iterator[None]:
-    """Turns what the hub and `datasets` raise into DataError with a hint; a missing connection passes through."""
+    """Turns what the hub and `datasets` raise into DataError with a hint; offline mode passes through."""
     import datasets
-    import httpx
     import pyarrow
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
+    connection = _connection_errors()
     try:
         yield
+    except OfflineModeIsEnabled:
+        raise
+    except connection as error:
+        hint = "Check the connection. With HF_HUB_OFFLINE=1 a copy in the local cache is used, if there is one."
+        raise DataError(f"The hub cannot be reached for the data set {name}: {error}.", hint) from error
     except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, httpx.TransportError):
-            raise
         raise _explanation(name, split, error) from error
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What a lost or missing connection raises: the HTTP client of the hub's library goes by two names."""
+    found: list[type[Exception]] = []
+    for name in ("httpx2", "httpx"):
+        with suppress(ImportError):
+            found.append(importlib.import_module(name).TransportError)
+    return tuple(found)
 
 
 def _explanation(name: str, split: str, error: Exception) -> DataError:
@@ -97,6 +110,8 @@ def _explanation(name: str, split: str, error: Exception) -> DataError:
     subject = f"The data set {name}"
     if isinstance(error, GatedRepoError):
         return DataError(f"{subject} is gated.", "Accept its conditions on the hub and log in with `hf auth login`.")
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError) and isinstance(error.__cause__, GatedRepoError):
+        error = error.__cause__
     if isinstance(error, (RepositoryNotFoundError, datasets.exceptions.DatasetNotFoundError)):
         return DataError(f"{subject} is not on the hub, or it is private.", "Check the name; private ones need `hf auth login`.")
     if isinstance(error, HfHubHTTPError):
@@ -108,6 +123,5 @@ def _explanation(name: str, split: str, error: Exception) -> DataError:
     if isinstance(error, RuntimeError) and "no longer supported" in text:
         return DataError(f"{subject} is a program, which is not run.", "Look for a version of it in Parquet files.")
     if isinstance(error, (ConnectionError, FileNotFoundError)):
-        problem = f"{subject} can neither be fetched nor found in the local cache."
-        return DataError(problem, "Check the connection, or give a file or folder.")
+        return DataError(f"{subject} is not in the local cache.", "Fetch it with a connection once, or give a file or folder.")
     return DataError(f"{subject} cannot be read: {text}.", "Check data.path, data.subset and data.split.")
