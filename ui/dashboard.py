@@ -12,11 +12,15 @@ import gradio as gr
 from megatrain.runs.supervisor import list_runs
 from ui.context import Context, checked_run_id
 from ui.feed import Feeds
-from ui.pages import monitor
+from ui.pages import monitor, new_run, runs
 from ui.widgets import status_strip
 from ui.words import text
 
-PAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (("monitor", monitor.build),)
+PAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
+    ("new_run", new_run.build),
+    ("monitor", monitor.build),
+    ("runs", runs.build),
+)
 
 
 def build(workspace: Path) -> gr.Blocks:

@@ -220,20 +220,16 @@ def current_phase(rows: RunRows) -> str:
 
 def _phase_progress(rows: RunRows, name: str) -> tuple[str, float | None]:
     if name == "train":
-        total = rows.status.num_steps
-        return (f"{rows.status.step:,} / {total:,}" if total else f"{rows.status.step:,}"), progress(rows)
-    event = rows.phases.get(name)
+        steps = rows.status.num_steps
+        return (f"{rows.status.step:,} / {steps:,}" if steps else f"{rows.status.step:,}"), progress(rows)
     phase = rows.status.phase
-    if phase is not None and phase.name == name:
-        done, total, unit = phase.done, phase.total, phase.unit
-    elif event is not None:
-        done, total, unit = event.get("done") or 0, event.get("total") or 0, event.get("unit") or ""
-    else:
+    if phase is None or phase.name != name:
         return "", None
-    show = format_bytes if unit == "bytes" else format_count
-    if not total:
-        return (show(done) if done else ""), None
-    return f"{show(done)} / {show(total)}" + ("" if unit in ("", "bytes") else f" {unit}"), min(1.0, done / total)
+    show = format_bytes if phase.unit == "bytes" else format_count
+    if not phase.total:
+        return (show(phase.done) if phase.done else ""), None
+    unit = "" if phase.unit in ("", "bytes") else f" {phase.unit}"
+    return f"{show(phase.done)} / {show(phase.total)}{unit}", min(1.0, phase.done / phase.total)
 
 
 def chips(rows: RunRows) -> list[str]:
