@@ -5,6 +5,7 @@ and the documentation. Unknown keys, wrong types and impossible values are all r
 """
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -177,7 +178,7 @@ def _build(cls: Any, raw: Any, prefix: str, problems: list[tuple[str, str]]) -> 
         problems.append((prefix.rstrip(".") or "configuration", f"must be a mapping of keys to values, not {type(raw).__name__}"))
         return cls()
     known = {item.name: item for item in dataclasses.fields(cls)}
-    for key in raw.keys() - known.keys():
+    for key in (key for key in raw if key not in known):
         problems.append((f"{prefix}{key}", f"unknown key; known here: {', '.join(known)}"))
     values = {}
     for name, item in known.items():
@@ -194,9 +195,7 @@ def _checked(item: dataclasses.Field, value: Any, key: str, problems: list[tuple
     allowed = typing.get_args(item.type) if isinstance(item.type, types.UnionType) else (item.type,)
     if value is None and type(None) in allowed:
         return None
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if float in allowed and isinstance(value, str):
+    if float in allowed and isinstance(value, int | str) and not isinstance(value, bool):
         value = _number(value)  # YAML 1.1 reads 1e-5 as text
     wanted = next(kind for kind in allowed if kind is not type(None))
     if type(value) is not wanted:
@@ -205,18 +204,18 @@ def _checked(item: dataclasses.Field, value: Any, key: str, problems: list[tuple
     choices, low, high = (item.metadata.get(name) for name in ("choices", "min", "max"))
     if choices and value not in choices:
         problems.append((key, f"{value!r} is not one of {', '.join(map(str, choices))}"))
-    elif isinstance(value, float) and value != value:
-        problems.append((key, "must be a number, not NaN"))
+    elif isinstance(value, float) and not math.isfinite(value):
+        problems.append((key, f"must be a finite number, not {value}"))
     elif low is not None and value < low or high is not None and value > high:
         problems.append((key, f"{value} is outside {low} to {'any' if high is None else high}"))
     return value
 
 
-def _number(text: str) -> Any:
+def _number(value: int | str) -> Any:
     try:
-        return float(text)
-    except ValueError:
-        return text
+        return float(value)
+    except (ValueError, OverflowError):
+        return value
 
 
 def _conflicts(config: RunConfig) -> list[tuple[str, str]]:
