@@ -70,7 +70,7 @@ def explain_error(error: BaseException, step: int = 0, checkpoint_step: int | No
     if known is not None:
         return known
     hint = f"The log holds the details. {_again(checkpoint_step)}"
-    return Explanation("Training ended with an error", f"{type(error).__name__}: {message}"[:1000], hint, "resume")
+    return Explanation("Training ended with an error", f"{type(error).__name__}: {message}"[:1000], hint, _go_on(checkpoint_step))
 
 
 _BY_TYPE: tuple[tuple[type[BaseException], str, str], ...] = (
@@ -88,7 +88,7 @@ _BY_TYPE: tuple[tuple[type[BaseException], str, str], ...] = (
 def explain_vanished(end: Vanished) -> Explanation:
     """Why a worker is gone, from what it left."""
     last_lines = "\n".join(_of_last_start(end.log_tail)[-40:])
-    again, action = _again(end.checkpoint_step), "resume" if end.checkpoint_step is not None else "start"
+    again, action = _again(end.checkpoint_step), _go_on(end.checkpoint_step)
     if end.exit_code == EXIT_LOCKED:
         text = "Another process trains this run and did not let go of it."
         return Explanation("Already running", text, "Watch that one.", "show_running")
@@ -147,6 +147,10 @@ def _signal_name(code: int | None) -> str:
 
 def _again(checkpoint_step: int | None) -> str:
     return "Start it again from the beginning." if checkpoint_step is None else f"Resume goes on from step {checkpoint_step}."
+
+
+def _go_on(checkpoint_step: int | None) -> str:
+    return "start" if checkpoint_step is None else "resume"
 
 
 # ---- known causes ----------------------------------------------------------------------------------------------------

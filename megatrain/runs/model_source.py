@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def _fetch(name: str, config: ModelConfig, report: Callable[[Phase], None], canc
         patterns = [*SMALL_FILES, WEIGHTS] if weights else list(SMALL_FILES)
         bar = _progress_class(total, report, cancelled)
         path = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"], tqdm_class=bar)
+        report(Phase("download", total, total, "bytes"))  # files that were here already were never counted
     except HFValidationError as error:
         raise ModelError(f"{name!r} is no hub id.", "It looks like owner/name.") from error
     except broken as error:
@@ -163,6 +165,8 @@ def _progress_class(total: int, report: Callable[[Phase], None], cancelled: Call
     """A tqdm that reports bytes as Phase `download` instead of drawing, and stops the download when it is cancelled."""
     from tqdm.auto import tqdm
 
+    guard = threading.Lock()
+
     class Progress(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
@@ -174,7 +178,8 @@ def _progress_class(total: int, report: Callable[[Phase], None], cancelled: Call
             if cancelled():
                 raise CancelledError(f"stopped after {format_bytes(self._seen)} of {format_bytes(total)}")
             if self._counts_bytes:
-                self._seen += n or 0
-                report(Phase("download", min(self._seen, total), total, "bytes"))
+                with guard:  # several files are fetched at once
+                    self._seen += n or 0
+                    report(Phase("download", min(self._seen, total), total, "bytes"))
 
     return Progress

@@ -91,9 +91,10 @@ def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[
     config = RunConfig.load(folder / "config.yaml")
     point = supervisor.resume_point(store, checkpoint) if resume else None
     model_folder = parts.resolve_model(config.model, report, cancelled)
+    report(Phase("plan"))
     shape = parts.inspect(model_folder, config.model.path)
     _write(folder / "shape.json", shape.to_json())
-    plan = _plan(store, parts, config, shape, workspace, report, resume)
+    plan = _plan(store, parts, config, shape, workspace, resume)
     data = parts.prepare_data(config, model_folder, workspace / "cache" / "data", report, cancelled, _known_tokens(store, config, resume))
     _write(folder / "data.json", data.report.to_json())
     store.set_fact("data_for", asdict(config.data))
@@ -108,9 +109,8 @@ def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[
     return Prepared(config, plan, model_folder, folder, data.loader, num_steps, point.step, point.path, note)
 
 
-def _plan(store: RunStore, parts: Parts, config: RunConfig, shape: ModelShape, workspace: Path, report: Report, resume: bool) -> Plan:
+def _plan(store: RunStore, parts: Parts, config: RunConfig, shape: ModelShape, workspace: Path, resume: bool) -> Plan:
     """The plan saved with the run when it is resumed under the same settings, so that no bit changes; else a new one."""
-    report(Phase("plan"))
     path = store.folder / "plan.json"
     basis = json.loads(json.dumps({"memory": asdict(config.memory), "precision": config.precision, "data": asdict(config.data),
                                    "batch": config.train.global_batch_tokens}))  # fmt: skip
