@@ -23,7 +23,9 @@ def ram_bytes(num_layers: int, group: int, hidden_numel: int, dtype: torch.dtype
 class HiddenStore:
     """Hidden states by (boundary, micro-batch of the group), each flat [hidden_numel] in the compute dtype."""
 
-    def __init__(self, num_layers: int, group: int, hidden_numel: int, dtype: torch.dtype, tier: Tier, store: StateStore, device: Device) -> None:
+    def __init__(
+        self, num_layers: int, group: int, hidden_numel: int, dtype: torch.dtype, tier: Tier, store: StateStore, device: Device
+    ) -> None:
         self._device = device
         self._num_layers = num_layers
         self._in_ram = tier is not Tier.VRAM

@@ -63,10 +63,7 @@ class GradientFlow:
         if index in self._open:
             return self._open[index]
         home = self._homes[index] if self._homes is not None else None
-        if home is not None and self._homes_on_device:
-            accumulator = home
-        else:
-            accumulator = self._slot_for(index)
+        accumulator = home if home is not None and self._homes_on_device else self._slot_for(index)
         numel = self._store.blocks[index].layout.numel
         part = accumulator.tensor[:numel]
         if first_group:

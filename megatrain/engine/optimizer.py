@@ -96,14 +96,12 @@ class Optimizer:
 
     def _staging_buffer(self, name: str, on_device: bool) -> Buffer | None:
         """Room for one block's state on the side that updates it, if some block's home is on the other side."""
-        visitors = [
-            block.buffer(name)
-            for block in self._store.blocks
-            if block.buffer(name) is not None and block.placement.updated_on_device == on_device and (block.tier(name) is Tier.VRAM) != on_device
-        ]
+        updated_here = [block for block in self._store.blocks if block.placement.updated_on_device == on_device]
+        elsewhere = [block.buffer(name) for block in updated_here if (block.tier(name) is Tier.VRAM) != on_device]
+        visitors = [buffer.tensor for buffer in elsewhere if buffer is not None]
         if not visitors:
             return None
-        largest = max(visitors, key=lambda buffer: buffer.tensor.numel()).tensor  # type: ignore[union-attr]
+        largest = max(visitors, key=torch.Tensor.numel)
         label = f"staging of {name}"
         if on_device:
             return self._device.empty(largest.numel(), largest.dtype, label)

@@ -13,7 +13,6 @@ from megatrain.engine.tiers import StateStore
 from megatrain.models.blocks import BlockLayout
 from megatrain.plan import Plan, Tier
 
-
 _BYTES = torch.uint8
 
 

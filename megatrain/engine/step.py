@@ -24,7 +24,6 @@ from megatrain.models.skeleton import LayerCall, Recording, Skeleton
 from megatrain.models.template import Template
 from megatrain.plan import Plan
 
-
 _UNSET = torch.empty(0)
 
 
@@ -317,7 +316,11 @@ class StepRunner:
         call = micro_batch.calls[block - 1]
         args, kwargs = replace(call.args, leaves), replace(call.kwargs, leaves)
         self._reseed(block, micro_batch)
-        output = module(hidden, *args, **kwargs) if call.hidden_keyword is None else module(*args, **{call.hidden_keyword: hidden}, **kwargs)
+        if call.hidden_keyword is None:
+            args = (hidden, *args)
+        else:
+            kwargs = {**kwargs, call.hidden_keyword: hidden}
+        output = module(*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
     def _reseed(self, block: int, micro_batch: MicroBatch) -> None:

@@ -41,7 +41,13 @@ class StateStore:
     """All blocks' states. `blocks[b]` belongs to `layouts[b]`."""
 
     def __init__(
-        self, layouts: list[BlockLayout], plan: Plan, precision: Precision, gradient_dtype: torch.dtype, device: Device, extra_pinned_bytes: int = 0
+        self,
+        layouts: list[BlockLayout],
+        plan: Plan,
+        precision: Precision,
+        gradient_dtype: torch.dtype,
+        device: Device,
+        extra_pinned_bytes: int = 0,
     ) -> None:
         self.device = device
         self.gradient_dtype = gradient_dtype

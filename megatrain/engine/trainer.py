@@ -198,7 +198,8 @@ class Trainer:
                 "Restore the data and its settings, or start a new run.",
             )
         if meta.get("precision") != self._precision.name:
-            raise CheckpointError(f"{folder.name} holds {meta.get('precision')} states, not {self._precision.name}.", "Resume with that precision.")
+            held = meta.get("precision")
+            raise CheckpointError(f"{folder.name} holds {held} states, not {self._precision.name}.", "Resume with that precision.")
         for index, layout in enumerate(self.engine.layouts):
             self.engine.write_block(index, checkpoint.engine_states(layout, reader.block(layout.name)))
             self.report(Phase("load", index + 1, len(self.engine.layouts), "blocks"))
@@ -224,6 +225,7 @@ class Trainer:
             now = time.perf_counter()
             self._report_step(batch, loss, grad_norm, rate, now - last)
             last = now
+            self._report_saved(self._writer.finished() if self._writer else None)
             if self._evaluate(due=self._is_due(self.config.evaluation.every_steps)) | self._save_if_due():
                 last = time.perf_counter()
         return "finished"
@@ -244,12 +246,9 @@ class Trainer:
         )
 
     def _report_step(self, batch: PackedBatch, loss: float, grad_norm: float, rate: float, step_s: float) -> None:
-        moved, waits = self.engine.device.take_counters()
-        self.report(
-            StepDone(
-                self.step, loss, grad_norm, rate, batch.num_tokens, batch.trained_tokens, step_s, self.job.loader.epoch(self.step), moved, waits
-            )
-        )
+        counters = self.engine.device.take_counters()
+        epoch = self.job.loader.epoch(self.step)
+        self.report(StepDone(self.step, loss, grad_norm, rate, batch.num_tokens, batch.trained_tokens, step_s, epoch, *counters))
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
@@ -327,11 +326,12 @@ class Trainer:
 
     def _wait_for_writer(self) -> None:
         """Wait for the checkpoint being written, report it, and raise the writer's failure."""
-        if self._writer is None:
-            return
-        done = self._writer.wait()
+        if self._writer is not None:
+            self._report_saved(self._writer.wait())
+
+    def _report_saved(self, done: CheckpointDone | None) -> None:
         if done is not None:
-            self.report(CheckpointDone(done.step, str(done.path), done.num_bytes, done.duration_s, tuple(str(p) for p in done.removed)))
+            self.report(done)
 
     def _save_what_can_be_saved(self) -> None:
         """After a failure: the state of the last whole step, unless saving fails as well."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +66,13 @@ def save_pretrained_folder(
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    complete: Callable[[Path], None] = lambda folder: None,
 ) -> Saved:
     """`target` is a new folder that `AutoModelForCausalLM.from_pretrained` loads: shards, index, config, generation config.
 
     `model` may be on meta; `tensors` yields each of its parameters and persistent buffers once (of a tied weight, any one
-    name), on the CPU. Best a layer at a time: what a layer's conversion needs is held until it is there. `target` appears
-    by renaming when all is written. ModelError when tensors are missing or `target` exists; DiskFullError.
+    name), on the CPU. Best a layer at a time: what a layer's conversion needs is held until it is there. `complete(folder)`
+    adds more files last. `target` appears by renaming when all is written. ModelError when tensors are missing or `target` exists; DiskFullError.
     """
     if target.exists():
         raise ModelError(f"{target} exists already.", "Choose another folder, or remove it first.")
@@ -83,6 +84,7 @@ def save_pretrained_folder(
             _write_configs(work, model, config, dtype)
         saved = _Saver(work, model, dtype, max_shard_bytes).save(tensors)
         with disk_errors(target, ModelError):
+            complete(work)
             platform.flush_folder(work)
             platform.replace_file(work, target)
     except BaseException:

@@ -10,12 +10,14 @@ import contextlib
 import copy
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -64,6 +66,21 @@ class _Stub(nn.Module):
         return self.__dict__["skeleton"]._stub_called(self.index, args, kwargs)
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Tensors that only a parameter can be as large as are made on meta at once, not allocated first."""
+
+    _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+    _LIMIT = 1 << 22  # elements; tables in buffers are smaller
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._FACTORIES and kwargs.get("device") is None:
+            size = args[0] if args and not isinstance(args[0], int) else args or kwargs.get("size", ())
+            if math.prod(size) > self._LIMIT:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Modules built inside have meta parameters and real buffers (buffers hold tables that no file contains)."""
@@ -76,7 +93,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
@@ -95,11 +113,32 @@ def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
         )
     with _parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
-        except (ValueError, ImportError):  # transformers refuses SDPA where it lacks something the model needs
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+            model = _from_config(config, dtype)
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {reason}", "Check config.json.") from error
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise UnsupportedModelError(f"{type(model).__name__}: its buffer {on_meta[0]} is too large to be a table.")
     model.tie_weights()
     return model.train()
+
+
+def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
+    except (ValueError, ImportError):  # transformers refuses SDPA where it lacks something the model needs
+        model = None
+    if model is None or _beyond_sdpa(model):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+    return model
+
+
+def _beyond_sdpa(model: PreTrainedModel) -> bool:
+    """Whether attention needs what SDPA cannot do: a soft-cap on scores, or sinks. Some releases of transformers do not refuse."""
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return True
+    return any(getattr(module, "attn_logit_softcapping", None) for module in model.modules() if module is not model)
 
 
 def find_layers(model: PreTrainedModel) -> str:
@@ -286,7 +325,7 @@ class Skeleton:
             return self._packed(self._final_hidden if index == len(self.layers) - 1 else hidden)
         recording = self._recording
         if recording is None or not torch.is_tensor(hidden) or hidden.ndim != 3 or index != len(recording.calls):
-            raise UnsupportedModelError(f"{type(self.model).__name__}: layer {index} is not called on the hidden states in order.")
+            raise ValueError(f"layer {index} is not called on the hidden states in order")
         if index == 0:
             recording.hidden = hidden
         elif hidden.shape != recording.hidden.shape:
