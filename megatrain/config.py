@@ -159,7 +159,8 @@ class RunConfig:
         try:
             return RunConfig.from_yaml(path.read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([(str(path), f"cannot be read: {error}")]) from error
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError([(str(path), f"cannot be read: {reason}")]) from error
 
 
 def options(cls: type = RunConfig, prefix: str = "") -> dict[str, dataclasses.Field]:

@@ -1,4 +1,4 @@
-"""Plans and runs as lines of text, for the command line."""
+"""Plans, runs and exports as lines of text, for the command line."""
 
 import contextlib
 import signal
@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatrain import costs
 from megatrain.config import RunConfig
 from megatrain.engine.events import Phase
-from megatrain.errors import RunError
+from megatrain.errors import MegaTrainError, RunError
+from megatrain.export import ExportReport
 from megatrain.hardware import CPU, Machine
 from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.planner import Budget, Suggestion
@@ -208,3 +210,46 @@ def event_line(event: EventRow) -> str:
     if event.kind == "notice":
         return f"{data.get('level', 'info')}: {data.get('text', '')}"
     return ""
+
+
+# ---- exports ---------------------------------------------------------------------------------------------------------
+def export_lines(written: ExportReport) -> list[str]:
+    """What was written, and how it was checked."""
+    lines = [f"Exported to {written.path}: {format_bytes(written.num_bytes)} in {format_duration(written.duration_s)}."]
+    if written.loaded:
+        lines.append("transformers loaded it.")
+    if written.answer:
+        lines.append(f"It answered: {written.answer[:200]}{' (and ended by itself)' if written.ends_itself else ''}")
+    return lines + list(written.notices)
+
+
+class ExportProgress:
+    """Says how far an export is, and records it as events of its run, so that the page shows it too."""
+
+    def __init__(self, store: RunStore, checkpoint: str, target: Path, say: Callable[[str], None]) -> None:
+        self._store, self._say = store, say
+        self._fixed = {"checkpoint": checkpoint, "target": str(target)}
+        self._line = ""
+
+    def __call__(self, phase: Phase) -> None:
+        line = phase_line(phase)
+        if line != self._line:
+            self._line = line
+            self._say(line)
+            self._log("running", done=phase.done, total=phase.total)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """A failure inside is recorded, then raised on."""
+        try:
+            yield
+        except (MegaTrainError, OSError, MemoryError) as error:
+            self._log("failed", text=str(error))
+            raise
+
+    def finished(self, written: ExportReport) -> None:
+        self._log("finished", text=" ".join(export_lines(written)))
+
+    def _log(self, state: str, **details: Any) -> None:
+        with contextlib.suppress(RunError):  # a copy that cannot be written can be exported all the same
+            self._store.log_event("export", {"state": state, **self._fixed, **details})
