@@ -80,13 +80,12 @@ def _fetch(name: str, config: ModelConfig, report: Callable[[Phase], None], canc
     report(Phase("download"))
     broken: tuple[type[Exception], ...] = (OSError, *_transport_errors())  # the hub's own errors are OSErrors, and so is a full disk
     try:
-        found = _files_on_hub(name, config.revision, weights)
-        if found is None:
+        total = _bytes_on_hub(name, config.revision, weights)
+        if total is None:
             return _from_cache(name, config.revision, weights)
-        commit, total = found
-        patterns = [*SMALL_FILES, WEIGHTS] if weights else list(SMALL_FILES)
-        bar = _progress_class(total, report, cancelled)
-        path = huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=["*/*"], tqdm_class=bar)
+        # Asked for by name, not by commit: only then does the cache note which commit the name stands for.
+        path = huggingface_hub.snapshot_download(name, revision=config.revision, **_chosen(weights),
+                                                 tqdm_class=_progress_class(total, report, cancelled))  # fmt: skip
         report(Phase("download", total, total, "bytes"))  # files that were here already were never counted
     except HFValidationError as error:
         raise ModelError(f"{name!r} is no hub id.", "It looks like owner/name.") from error
@@ -98,8 +97,13 @@ def _fetch(name: str, config: ModelConfig, report: Callable[[Phase], None], canc
     return _checked(Path(path), f"The model {name}", weights)
 
 
-def _files_on_hub(name: str, revision: str | None, weights: bool) -> tuple[str, int] | None:
-    """(commit, bytes to fetch); None when the hub cannot be reached. Refuses a model without safetensors at once."""
+def _chosen(weights: bool) -> dict[str, list[str]]:
+    """Which files of a repository are fetched: nothing out of its folders, no program, no pickle."""
+    return {"allow_patterns": [*SMALL_FILES, WEIGHTS] if weights else list(SMALL_FILES), "ignore_patterns": ["*/*"]}
+
+
+def _bytes_on_hub(name: str, revision: str | None, weights: bool) -> int | None:
+    """What has to be fetched; None when the hub cannot be reached. Refuses a model without safetensors at once."""
     import huggingface_hub
 
     broken: tuple[type[Exception], ...] = (OSError, *_transport_errors())
@@ -112,16 +116,15 @@ def _files_on_hub(name: str, revision: str | None, weights: bool) -> tuple[str, 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
     if weights and not any(file.endswith(".safetensors") for file in sizes):
         raise _no_safetensors(f"The model {name}", any(Path(file).suffix in PICKLES for file in sizes))
-    patterns = [*SMALL_FILES, WEIGHTS] if weights else SMALL_FILES
-    wanted = [file for file in sizes if any(Path(file).match(pattern) for pattern in patterns)]
-    return info.sha or "", sum(sizes[file] for file in wanted)
+    patterns = _chosen(weights)["allow_patterns"]
+    return sum(size for file, size in sizes.items() if any(Path(file).match(pattern) for pattern in patterns))
 
 
 def _from_cache(name: str, revision: str | None, weights: bool) -> Path:
     import huggingface_hub
 
     try:
-        path = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[*SMALL_FILES, WEIGHTS])
+        path = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True, **_chosen(weights))
         return _checked(Path(path), f"The downloaded copy of {name}", weights)
     except OSError as error:
         text = f"The hub cannot be reached, and {name} is not on this computer yet."
