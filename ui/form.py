@@ -4,6 +4,7 @@ A `Form` owns one widget per option. Pages place widgets with `place(key)`; `val
 over plain lists in the order of `options()`, which is also the order of `components` and thus of a handler's arguments.
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -22,6 +23,8 @@ OPTIONS = options()
 KEYS = tuple(OPTIONS)
 # What people paste from the browser: https://huggingface.co/datasets/owner/name/tree/main -> owner/name
 HUB_ADDRESS = re.compile(r"^https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#\s]+/[^/?#\s]+)(?:[/?#].*)?$")
+
+GROUPED = re.compile(r"\d{1,3}(,\d{3})+")
 
 
 def value_type(item: dataclasses.Field) -> tuple[type, bool]:
@@ -54,10 +57,14 @@ def plain(number: float) -> str:
 
 
 def widget(key: str, **overrides: Any) -> gr.components.Component:
-    """A new widget for one option, holding its default. `overrides` go to the component."""
+    """A new widget for one option, holding its default. `overrides` go to the component.
+
+    Numbers are text fields: gr.Number turns an empty value into 0 when it appears, and shows 1e-5 as 0.00001. Limits are
+    ours to report, all at once.
+    """
     item = OPTIONS[key]
-    kind, _ = value_type(item)
-    common = {"label": label(key), "info": info(item), "value": item.default, "interactive": True,
+    kind, optional = value_type(item)
+    common = {"label": label(key), "info": info(item), "value": shown(key, item.default), "interactive": True,
               "elem_id": f"option-{key.replace('.', '-')}", **overrides}  # fmt: skip
     if "choices" in overrides:
         return gr.Dropdown(**common)
@@ -67,8 +74,19 @@ def widget(key: str, **overrides: Any) -> gr.components.Component:
     if kind is bool:
         return gr.Checkbox(**common)
     if kind in (int, float):
-        return gr.Number(**common)  # limits are ours to report, all at once; Gradio's would be one toast each
+        common = {"placeholder": text("form.planned") if optional else "", **common}
     return gr.Textbox(max_lines=1, max_length=4096, **common)
+
+
+def shown(key: str, value: Any) -> Any:
+    """An option's value as its widget holds it: numbers as the shortest text that reads back equal, None as empty text."""
+    kind, _ = value_type(OPTIONS[key])
+    if value is None:
+        return ""
+    if kind in (int, float) and isinstance(value, int | float):
+        mantissa, mark, exponent = repr(value).partition("e")
+        return mantissa.removesuffix(".0") + (f"e{int(exponent)}" if mark else "")
+    return value
 
 
 class Form:
@@ -98,7 +116,7 @@ class Form:
 
 def values(config: RunConfig) -> list[Any]:
     """What the widgets show for `config`, in the order of KEYS."""
-    return [at(config, key) for key in KEYS]
+    return [shown(key, at(config, key)) for key in KEYS]
 
 
 def config(raw: Sequence[Any]) -> RunConfig:
@@ -124,33 +142,33 @@ def nest(raw: Sequence[Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     nested: dict[str, Any] = {}
     problems = []
     for key, value in zip(KEYS, raw, strict=True):
-        cleaned = _cleaned(key, value)
-        if cleaned is None and not value_type(OPTIONS[key])[1]:
+        found = cleaned(key, value)
+        if found is None and not value_type(OPTIONS[key])[1]:
             problems.append((key, text("form.empty")))
             continue
         place = nested
         *sections, name = key.split(".")
         for section in sections:
             place = place.setdefault(section, {})
-        place[name] = cleaned
+        place[name] = found
     return nested, problems
 
 
 def tidy(raw: Sequence[Any]) -> list[Any]:
     """Widget values as they are understood: without surrounding space, an address of the hub as its id."""
-    return [_cleaned(key, value) for key, value in zip(KEYS, raw, strict=True)]
+    return [shown(key, cleaned(key, value)) for key, value in zip(KEYS, raw, strict=True)]
 
 
 def with_value(raw: Sequence[Any], key: Any, value: Any) -> list[Any]:
     """`raw` with one option set; unchanged when `key` is no option or `value` is impossible for it."""
     if not isinstance(key, str) or key not in OPTIONS or _showable(key, value) != value:
         return list(raw)
-    return [value if key == name else old for name, old in zip(KEYS, raw, strict=True)]
+    return [shown(key, value) if key == name else old for name, old in zip(KEYS, raw, strict=True)]
 
 
 def lenient(nested: Any) -> list[Any]:
     """Widget values from a mapping that may be incomplete or wrong (a draft): what cannot be shown becomes the default."""
-    return [_showable(key, _lookup(nested, key)) for key in KEYS]
+    return [shown(key, _showable(key, _lookup(nested, key))) for key in KEYS]
 
 
 def at(config: RunConfig, key: str) -> Any:
@@ -166,17 +184,33 @@ def changed(config: RunConfig) -> list[str]:
     return [key for key in KEYS if at(config, key) != OPTIONS[key].default]
 
 
-def _cleaned(key: str, value: Any) -> Any:
-    """One widget's value: text without surrounding space, empty as None where that is allowed, whole floats as int."""
+def cleaned(key: str, value: Any) -> Any:
+    """One widget's value as the configuration has it: no space around text, numbers read, empty as None where nothing is meant.
+
+    What is no number stays text, so that the configuration says what is wrong with it.
+    """
     kind, optional = value_type(OPTIONS[key])
     if isinstance(value, str):
         value = value.strip()
         if key in ("model.path", "data.path"):
-            value = HUB_ADDRESS.sub(r"\1", value)
-        return None if optional and not value else value
+            return HUB_ADDRESS.sub(r"\1", value)
+        if kind in (int, float):
+            value = _number(value)
+        if value == "" and (optional or kind in (int, float)):
+            return None
     if kind is int and isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return value
+
+
+def _number(written: str) -> Any:
+    """`4096`, `4,096`, `1e-5`, `0.5`; other text as it is."""
+    if GROUPED.fullmatch(written):
+        written = written.replace(",", "")
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(written)
+    return written
 
 
 def _lookup(nested: Any, key: str) -> Any:
@@ -190,11 +224,9 @@ def _lookup(nested: Any, key: str) -> Any:
 def _showable(key: str, value: Any) -> Any:
     kind, optional = value_type(OPTIONS[key])
     choices = OPTIONS[key].metadata.get("choices")
-    wanted = (int, float) if kind in (int, float) else (kind,)
     if value is None:
-        return None if optional or kind in (int, float) else OPTIONS[key].default
+        return None if optional else OPTIONS[key].default
+    wanted = (int, float, str) if kind in (int, float) else (kind,)  # a number may have been left half-written
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-        return OPTIONS[key].default
-    if isinstance(value, float) and not math.isfinite(value):
         return OPTIONS[key].default
     return value if not choices or value in choices else OPTIONS[key].default

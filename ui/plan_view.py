@@ -31,12 +31,12 @@ class Bar:
         return max(0, self.need - self.limit)
 
 
-def bars(need: Plan, outlook: Outlook) -> list[Bar]:
+def bars(predicted: Predicted, outlook: Outlook) -> list[Bar]:
     """VRAM (when the plan uses a card), RAM and disk."""
-    machine, predicted, budget = outlook.machine, need.predicted, outlook.budget
+    machine, budget = outlook.machine, outlook.budget
     assert budget is not None
     found = []
-    gpu = machine.gpu(need.device)
+    gpu = machine.gpu(budget.device)
     if gpu is not None:
         others = gpu.total_bytes - gpu.free_bytes
         reserve, limit = budget.vram_reserve_bytes, budget.vram_bytes
@@ -57,7 +57,7 @@ def panel(outlook: Outlook) -> str:
     if need is not None and outlook.fit is not None:
         body += "".join(map(_bar, bars(need, outlook)))
         body += _suggestions(outlook)
-        body += _figures(need.predicted, outlook.num_steps, outlook.fit.plan is not None)
+        body += _figures(need, outlook.num_steps) if outlook.fit.plan else ""
     elif outlook.pending:
         body = '<div class="skeleton"></div>' * 3
     return (
@@ -102,10 +102,9 @@ def _verdict(outlook: Outlook) -> tuple[str, str, str]:
         found = "reading" if outlook.pending else "empty"
         return "wait", text(f"plan.{found}"), text(f"plan.{found}_text")
     if outlook.fit.refusal is not None:
-        over = [bar for bar in bars(outlook.fit.need, outlook) if bar.excess] if outlook.fit.need else []
-        worst = max(over, key=lambda bar: bar.excess, default=None)
-        title = text("plan.too_much", size=format_bytes(worst.excess), tier=text(f"plan.{worst.name}")) if worst else text("plan.no_fit")
-        return "bad", title, str(outlook.fit.refusal)
+        missing = outlook.fit.missing_bytes
+        parts = [text("plan.too_much", size=format_bytes(size), tier=text(f"plan.{tier}")) for tier, size in missing.items()]
+        return "bad", text("plan.no_fit_by", parts=text("plan.and").join(parts)) if parts else text("plan.no_fit"), str(outlook.fit.refusal)
     assert outlook.fit.plan is not None
     device = text("plan.on_cpu") if outlook.fit.plan.device == "cpu" else text("plan.on_gpu", device=_device_name(outlook))
     return "good", text("plan.fits"), device
@@ -137,7 +136,7 @@ def _bar(bar: Bar) -> str:
     )
 
 
-def _figures(predicted: Predicted, num_steps: int | None, fits: bool) -> str:
+def _figures(predicted: Predicted, num_steps: int | None) -> str:
     rows = [
         ("speed", _speed(predicted)),
         ("step", _seconds(predicted.step_s)),
@@ -145,7 +144,7 @@ def _figures(predicted: Predicted, num_steps: int | None, fits: bool) -> str:
         ("bottleneck", text(f"plan.bottleneck_{predicted.bottleneck}") if predicted.bottleneck else ""),
     ]
     cells = "".join(f"<dt>{escape(text(f'plan.{name}'))}</dt><dd>{escape(words or text('plan.unknown'))}</dd>" for name, words in rows)
-    return f'<dl class="figures{"" if fits else " moot"}">{cells}</dl>'
+    return f'<dl class="figures">{cells}</dl>'
 
 
 def _speed(predicted: Predicted) -> str:
@@ -179,7 +178,7 @@ def _suggestions(outlook: Outlook) -> str:
 
 def _precision_row(name: str, fit: Fit | None, chosen: bool) -> str:
     row = PRECISIONS[name]
-    predicted = fit.need.predicted if fit and fit.need else None
+    predicted = fit.need if fit else None
     fits = fit is not None and fit.plan is not None
     why = text("plan.yes") if fits else str(fit.refusal.message) if fit and fit.refusal else text("plan.unknown")
     cells = [

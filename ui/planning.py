@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain import planner, shapes
+from megatrain import fitting, planner, shapes
 from megatrain.config import DEMO, RunConfig
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.hardware import Machine, read_machine
-from megatrain.plan import Plan
+from megatrain.plan import Plan, Predicted
 from megatrain.precision import PRECISIONS
 from megatrain.shape import ModelShape
 from megatrain.units import format_bytes
@@ -27,7 +27,6 @@ from ui.words import text
 
 BACKGROUND = Background()
 MACHINE_AGE_S = 2.0
-PLENTY = 1 << 60  # bytes of a machine on which everything fits
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,17 @@ class Model:
 
 @dataclass(frozen=True)
 class Fit:
-    """One precision on this machine: its plan, or why there is none, and what it would need on a machine of any size."""
+    """One precision on this machine: its plan, or why there is none; what it needs, or at least would need."""
 
     precision: str
     plan: Plan | None
-    need: Plan | None
+    need: Predicted | None
     refusal: MegaTrainError | None
+
+    @property
+    def missing_bytes(self) -> dict[str, int]:
+        """How much more it needs, by tier."""
+        return self.refusal.missing_bytes if isinstance(self.refusal, PlanError) else {}
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Outlook:
     model: Answer[Model]
     data: Answer[Glance] | None
     fit: Fit | None = None
-    budget: planner.Budget | None = None
+    budget: fitting.Budget | None = None
     suggestions: tuple[planner.Suggestion, ...] = ()
 
     @property
@@ -101,7 +105,10 @@ class Outlook:
             return text("new_run.missing_data_error")
         if self.model.pending:
             return text("new_run.missing_reading")
-        return "" if self.fit and self.fit.plan else text("new_run.missing_fit")
+        if self.fit is None or self.fit.plan is not None:
+            return ""
+        parts = [text("plan.too_much", size=format_bytes(size), tier=text(f"plan.{tier}")) for tier, size in self.fit.missing_bytes.items()]
+        return text("plan.no_fit_by", parts=text("plan.and").join(parts)) if parts else text("new_run.missing_fit")
 
 
 def field_name(key: str) -> str:
@@ -174,7 +181,7 @@ class Planning:
         if fit.need is None:
             return Outlook(tuple(raw), config, (), machine, model, data, fit)
         helpful = () if fit.plan else tuple(planner.suggestions(config, model.value.shape, machine))
-        return Outlook(tuple(raw), config, (), machine, model, data, fit, planner.budget(config, machine), helpful)
+        return Outlook(tuple(raw), config, (), machine, model, data, fit, fitting.budget(config, machine), helpful)
 
     def fits(self, outlook: Outlook) -> list[Fit]:
         """Every precision with the rest of the configuration unchanged."""
@@ -184,27 +191,16 @@ class Planning:
 
 
 def fit_of(config: RunConfig, shape: ModelShape, machine: Machine) -> Fit:
-    """The plan of `config`; when it does not fit, also what it would need."""
+    """The plan of `config`; when it does not fit, the least that it would need."""
     try:
         plan = planner.plan(config, shape, machine)
     except PlanError as error:
-        return Fit(config.precision, None, _need(config, shape, machine), error)
-    except ConfigError as error:
+        sums = fitting.least(fitting.Problem.of(config, shape, machine))
+        need = Predicted(vram_bytes=sums.vram_bytes, ram_bytes=sums.ram_bytes, vram_parts=sums.vram, ram_parts=sums.ram)
+        return Fit(config.precision, None, need, error)
+    except ConfigError as error:  # an option that this model or machine does not have
         return Fit(config.precision, None, None, error)
-    return Fit(config.precision, plan, plan, None)
-
-
-def _need(config: RunConfig, shape: ModelShape, machine: Machine) -> Plan | None:
-    """The plan with RAM and disk without end and no limits; if the card itself is too small, also with VRAM without end."""
-    memory = replace(config.memory, vram_limit_gib=None, ram_limit_gib=None, disk_limit_gib=None)
-    roomy = replace(machine, ram_total_bytes=PLENTY, ram_available_bytes=PLENTY, disk_free_bytes=PLENTY)
-    gpus = tuple(replace(gpu, total_bytes=PLENTY, free_bytes=PLENTY) for gpu in machine.gpus)
-    for place in (roomy, replace(roomy, gpus=gpus)):
-        try:
-            return planner.plan(replace(config, memory=memory), shape, place)
-        except MegaTrainError:
-            continue  # refused for another reason than room; the refusal on the real machine says which
-    return None
+    return Fit(config.precision, plan, plan.predicted, None)
 
 
 def has_chat_template(folder: Path) -> bool:

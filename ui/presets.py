@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.config import DEMO
+from megatrain.config import DEMO, RunConfig
 from megatrain.hardware import Machine
 from megatrain.precision import PRECISIONS
 from ui import form
@@ -27,13 +27,13 @@ FOR_MODELS = "style"  # what a model other than the demo starts from
 
 def apply(name: str, raw: Sequence[Any]) -> list[Any]:
     """`raw` widget values with the fields of preset `name` set."""
-    chosen = dict(zip(FIELDS, PRESETS[name], strict=True))
+    chosen = {key: form.shown(key, value) for key, value in zip(FIELDS, PRESETS[name], strict=True)}
     return [chosen.get(key, value) for key, value in zip(form.KEYS, raw, strict=True)]
 
 
 def recognise(raw: Sequence[Any]) -> str | None:
     """The preset whose values the form holds, or None."""
-    now = dict(zip(form.KEYS, raw, strict=True))
+    now = {key: form.cleaned(key, value) for key, value in zip(form.KEYS, raw, strict=True)}
     return next((name for name, wanted in PRESETS.items() if tuple(now[key] for key in FIELDS) == wanted), None)
 
 
@@ -53,7 +53,7 @@ def for_model(raw: Sequence[Any]) -> list[Any]:
 
 def initial(machine: Machine) -> list[Any]:
     """The form of a person who has chosen nothing yet: the demo, ready to start, in the faster precision of this machine."""
-    raw = apply("demo", [item.default for item in form.OPTIONS.values()])
+    raw = apply("demo", form.values(RunConfig()))
     rates = machine.rates.compute_flops_per_s
     fast = max(PRECISIONS, key=lambda name: (rates.get(PRECISIONS[name].compute_dtype, 0.0), name == "bf16"))
     return form.with_value(raw, "precision", fast)

@@ -97,8 +97,11 @@ def buttons(status: RunStatus, checkpoints: list[CheckpointInfo], size: int) -> 
         "duplicate": broken,
         "delete": live,
     }
-    if not complete and not status.is_active and not damaged:
-        found = {"start": "", **{action: why for action, why in found.items() if action != "resume"}}
+    if status.state is RunState.FINISHED:
+        del found["resume"]
+    elif not complete and not status.is_active and not damaged:
+        del found["resume"]
+        found = {"start": "", **found}
     asks = {"delete": text("runs.delete_ask", size=format_bytes(size))}
     return {
         action: {"action": action, "label": text(f"runs.do_{action}"), "enabled": not why, "why": why, "ask": asks.get(action, "")}

@@ -31,6 +31,7 @@ TIERS_CARD = ("precision", "memory.vram_limit_gib", "memory.ram_limit_gib",
 REVIEW_CARD = ("name", "checkpoint.every_minutes", "checkpoint.keep")
 PLACED = MODEL_CARD + DATA_CARD + TRAINING_CARD + TIERS_CARD + REVIEW_CARD
 ADVANCED = tuple(key for key in form.KEYS if key not in PLACED)
+MODEL_AT = form.KEYS.index("model.path")
 SECTIONS = ("model", "data", "train", "memory", "checkpoint", "evaluation")
 
 # Two clicks within two seconds are one wish: they carry one id, and the second is answered with the first one's run.
@@ -77,6 +78,7 @@ class NewRunPage:
         self.planning = Planning(ctx.workspace)
         self.form = form.Form()
         self.client_id = gr.Textbox(visible="hidden", label="client id")
+        self.loaded = gr.Textbox(visible="hidden", label="loaded")  # until the draft is in the form, the form is no draft
         self.timer = gr.Timer(0.5, active=False)
         self.look_timer = gr.Timer(0.5, active=False)
         with gr.Row(elem_classes="new-run", equal_height=False):
@@ -111,9 +113,9 @@ class NewRunPage:
             names = [(text(f"new_run.preset_{name}"), name) for name in presets.PRESETS]
             self.preset = gr.Radio(names, label=text("new_run.preset"), info=text("new_run.preset_help"), value="demo", elem_id="preset")
             with gr.Row():
-                self.form.place("train.num_steps", min_width=180)
+                self.form.place("train.num_steps", min_width=180, placeholder=text("new_run.by_epochs"))
                 self.form.place("train.num_epochs", min_width=180)
-                self.form.place("train.learning_rate", min_width=180, step=1e-6)
+                self.form.place("train.learning_rate", min_width=180)
             with gr.Row():
                 self.form.place("data.sequence_length", min_width=180)
                 self.form.place("train.global_batch_tokens", min_width=180)
@@ -136,8 +138,8 @@ class NewRunPage:
             self.form.place("precision")
             self.precisions = gr.HTML(apply_default_css=False, elem_id="precision-table")
             with gr.Row():
-                self.form.place("memory.vram_limit_gib", min_width=180, placeholder=text("form.planned"))
-                self.form.place("memory.ram_limit_gib", min_width=180, placeholder=text("form.planned"))
+                self.form.place("memory.vram_limit_gib", min_width=180)
+                self.form.place("memory.ram_limit_gib", min_width=180)
             self.places = gr.HTML(apply_default_css=False, elem_id="places")
             with gr.Row():
                 for key in TIERS_CARD[3:]:
@@ -166,10 +168,10 @@ class NewRunPage:
         shown: list[Any] = [self.panel, self.facts, self.retry, self.data_facts, self.precisions, self.places,
                             self.review, self.start, self.preset, self.timer]  # fmt: skip
         written = [self.yaml, self.command]
-        replan = {"fn": self.replan, "inputs": fields, "outputs": shown + written, **QUIET}
+        replan = {"fn": self.replan, "inputs": [self.loaded, *fields], "outputs": shown + written, **QUIET}
         gr.on([field.change for field in fields], trigger_mode="always_last", **replan)
         for load in (Building.root_block.load, self.ctx.pages["new_run"].select):
-            load(self.load_draft, None, fields, **QUIET).then(**replan)
+            load(self.load_draft, None, [self.loaded, *fields], **QUIET).then(**replan)
         self.timer.tick(self.tick, fields, shown, **QUIET)
         self.form["model.path"].input(self.follow_model, fields, fields, **QUIET)
         self.preset.input(self.apply_preset, [self.preset, *fields], fields, **QUIET)
@@ -183,11 +185,14 @@ class NewRunPage:
 
     def load_draft(self) -> list[Any]:
         """The form as it was left; for a first visit the demo, ready to start."""
-        return draft.load(self.ctx.workspace) or presets.initial(self.planning.machine())
+        raw = draft.load(self.ctx.workspace) or presets.initial(self.planning.machine())
+        models = gr.Dropdown(choices=self.planning.model_choices(), value=raw[MODEL_AT])
+        return ["yes", *raw[:MODEL_AT], models, *raw[MODEL_AT + 1 :]]
 
-    def replan(self, *raw: Any) -> list[Any]:
+    def replan(self, loaded: Any, *raw: Any) -> list[Any]:
         """Keep the draft, and show what follows from the form's values."""
-        draft.save(self.ctx.workspace, raw)
+        if loaded:
+            draft.save(self.ctx.workspace, raw)
         outlook = self.planning.outlook(raw)
         written = [gr.skip(), gr.skip()] if outlook.config is None else [outlook.config.to_yaml(), command_line(self.ctx.workspace)]
         return self._shown(outlook) + written
