@@ -71,8 +71,9 @@ def save_pretrained_folder(
     """`target` is a new folder that `AutoModelForCausalLM.from_pretrained` loads: shards, index, config, generation config.
 
     `model` may be on meta; `tensors` yields each of its parameters and persistent buffers once (of a tied weight, any one
-    name), on the CPU. Best a layer at a time: what a layer's conversion needs is held until it is there. `complete(folder)`
-    adds more files last. `target` appears by renaming when all is written. ModelError when tensors are missing or `target` exists; DiskFullError.
+    name), on the CPU. Best a layer at a time: what a layer's conversion needs is held until it is there.
+    `complete(folder)` adds more files last. `target` appears by renaming when all is written.
+    ModelError when tensors are missing or `target` exists; DiskFullError.
     """
     if target.exists():
         raise ModelError(f"{target} exists already.", "Choose another folder, or remove it first.")
