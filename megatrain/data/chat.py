@@ -8,7 +8,6 @@ the ids of everything before an answer, with the header of an answer, must begin
 positions. No id is ever taken for a role: a tokenizer whose padding is its end token makes no difference.
 """
 
-import datetime
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -33,7 +32,14 @@ FALLBACK_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{%- endif %}"
 )
-_DATE = "2025-01-01"  # some templates print today's date; a step must not depend on the day
+# Some templates print today's date by calling strftime_now; what a step holds must not depend on the day.
+_DATE_PARTS = {"%Y": "2025", "%y": "25", "%m": "01", "%B": "January", "%b": "Jan", "%d": "01", "%A": "Wednesday", "%a": "Wed",
+               "%H": "12", "%M": "00", "%S": "00"}  # fmt: skip
+_FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{ format"
+    + "".join(f".replace('{mark}', '{value}')" for mark, value in _DATE_PARTS.items())
+    + " }}{%- endmacro -%}"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ class Encoder:
         self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
         self.end_id: int | None = tokenizer.eos_token_id
         self.start_ids = _start_ids(tokenizer)
-        self.special_ids, self.added_ids = _control_ids(tokenizer)
+        self.end_ids, self.added_ids = _control_ids(tokenizer)
+        self._header = ""
+        self._learn_turns()
 
     @property
     def pad_id(self) -> int:
@@ -108,7 +116,7 @@ class Encoder:
     def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids that a model is to continue with its answer; the beginning of what training on that answer sees."""
         _, rendered = self._render(Conversation(messages, [False] * len(messages)), add_generation_prompt=True)
-        return self._ids_of([rendered])[0]
+        return self._ids_of([rendered + self._header])[0]
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
@@ -148,7 +156,7 @@ class Encoder:
             output = self._apply(conversation, conversation.messages, tokenize=True, return_assistant_tokens_mask=True)
             ids, marked = list(output["input_ids"]), _runs(output["assistant_masks"])
             if marked:
-                spans = [finish_span(span, ids, self.special_ids, self.special_ids, self._is_blank) for span in marked]
+                spans = [self._finish(span, ids) for span in marked]
                 return _Work([], lambda: self._masked(conversation, ids, spans))
         parts = self._parts(conversation, text)
         return _Work([text, *(part or "" for part in parts)], partial(self._compared, conversation, text, parts))
@@ -168,7 +176,7 @@ class Encoder:
         else:
             lengths = [len(part) for part in encoded]
             spans = list(zip(lengths[::2], lengths[1::2], strict=True))
-        return self._masked(conversation, ids, [finish_span(span, ids, self.added_ids, self.special_ids, self._is_blank) for span in spans])
+        return self._masked(conversation, ids, [self._finish(span, ids) for span in spans])
 
     def _masked(self, conversation: Conversation, ids: list[int], spans: list[Span]) -> Encoded:
         mask = [False] * len(ids)
@@ -183,9 +191,28 @@ class Encoder:
         last = len(ids)
         while last and self._is_blank(ids[last - 1]):
             last -= 1
-        if last and ids[last - 1] in self.added_ids or self.end_id is None:
+        if last and ids[last - 1] in self.end_ids or self.end_id is None:
             return
         ids[last:], mask[last:] = [self.end_id], [is_trained]
+
+    def _learn_turns(self) -> None:
+        """Learns from an example how the template begins and ends an answer, where it does not say so itself.
+
+        The token at the end is not marked as special in every model; and a template that knows no generation prompt
+        writes the header of an answer only together with the answer.
+        """
+        example = Conversation([{"role": "user", "content": "qqq"}, {"role": "assistant", "content": "zzz"}], [False, True])
+        whole, plain, header = self._part(example, 2, False), self._part(example, 1, False), self._part(example, 1, True)
+        if whole is None or plain is None:
+            return
+        ids = [index for index in self._ids_of([whole])[0] if not self._is_blank(index)]
+        self.end_ids |= set(ids[-1:]) & self.added_ids
+        if header == plain and whole.startswith(plain):
+            between = whole[len(plain) : whole.find("zzz", len(plain))]
+            self._header = between if between.strip() else ""
+
+    def _finish(self, span: Span, ids: list[int]) -> Span:
+        return finish_span(span, ids, self.end_ids, self.added_ids, self._is_blank)
 
     def _is_blank(self, index: int) -> bool:
         return index not in self.added_ids and not self.tokenizer.decode([index]).strip()
@@ -209,7 +236,8 @@ class Encoder:
     def _part(self, conversation: Conversation, count: int, add_generation_prompt: bool) -> str | None:
         """The text of the first messages; None where the template refuses a conversation that stops there."""
         try:
-            return self._apply(conversation, conversation.messages[:count], add_generation_prompt=add_generation_prompt) if count else None
+            text = self._apply(conversation, conversation.messages[:count], add_generation_prompt=add_generation_prompt) if count else None
+            return text + self._header if text is not None and add_generation_prompt else text
         except BadRow:
             return None
 
@@ -219,25 +247,28 @@ class Encoder:
 
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=conversation.tools or None, chat_template=self.template, tokenize=tokenize, return_dict=tokenize,
-                date_string=_DATE, strftime_now=_fixed_date, **kwargs)  # fmt: skip
+                messages, tools=conversation.tools or None, chat_template=self._template_for(conversation), tokenize=tokenize,
+                return_dict=tokenize, **kwargs)  # fmt: skip
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # A template is a program that comes with the model, and any of these is its way to refuse a row.
             text = " ".join(str(error).split())[:160]
             raise BadRow(f"the chat template refuses the conversation: {text}") from error
 
+    def _template_for(self, conversation: Conversation) -> str:
+        template: str = self.template or self.tokenizer.get_chat_template(None, conversation.tools or None)
+        return _FIXED_DATE + template if "strftime_now" in template else template
+
     def _has_marks(self, conversation: Conversation) -> bool:
         num_answers = sum(message["role"] == "assistant" for message in conversation.messages)
         if not self.tokenizer.is_fast or sum(conversation.trained) < num_answers:
             return False
-        template = self.template or self.tokenizer.get_chat_template(None, conversation.tools or None)
-        return "endgeneration" in template
+        return "endgeneration" in self._template_for(conversation)
 
     def _spans_by_characters(self, conversation: Conversation, text: str) -> list[Span]:
-        specials = [self.tokenizer.convert_ids_to_tokens(index) for index in self.special_ids]
+        ends = [self.tokenizer.convert_ids_to_tokens(index) for index in self.end_ids]
         offsets = self._offsets_of(text)
         spans = []
-        for start, stop in char_spans(conversation, text, lambda count, header: self._part(conversation, count, header), specials):
+        for start, stop in char_spans(conversation, text, lambda count, header: self._part(conversation, count, header), ends):
             inside = [index for index, (first, last) in enumerate(offsets) if last > start and first < stop]
             if inside:
                 spans.append((inside[0], inside[-1] + 1))
@@ -274,10 +305,6 @@ def _control_ids(tokenizer: Any) -> tuple[set[int], set[int]]:
     special = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
     never = {tokenizer.unk_token_id, tokenizer.bos_token_id} - {tokenizer.eos_token_id}
     return special - never, (added.keys() | special) - never
-
-
-def _fixed_date(pattern: str) -> str:
-    return datetime.datetime.fromisoformat(_DATE).strftime(pattern)
 
 
 def _start_ids(tokenizer: Any) -> list[int]:

@@ -46,14 +46,14 @@ def _visible(message: dict[str, Any]) -> str:
     return content.strip()
 
 
-def char_spans(conversation: Conversation, text: str, rendered: Callable[[int, bool], str | None], specials: Iterable[str]) -> list[Span]:
+def char_spans(conversation: Conversation, text: str, rendered: Callable[[int, bool], str | None], end_tokens: Iterable[str]) -> list[Span]:
     """Character positions of the trained answers in `text`, each with its end token.
 
     `rendered(count, header)` is the text of the first `count` messages, with the header of an answer behind them when
     `header` is true; None where the template refuses. BadRow when an answer cannot be followed through the template.
     """
     spans: list[Span] = []
-    specials = list(specials)
+    end_tokens = list(end_tokens)
     turn = 0  # where the turn begins that is looked at
     for index, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
@@ -63,7 +63,7 @@ def char_spans(conversation: Conversation, text: str, rendered: Callable[[int, b
             turn = max(turn, len(before))
         start = _start(message, text, rendered(index, True) if index else None, turn)
         is_last = index + 1 == len(conversation.messages)
-        stop = len(text) if is_last else _stop(message, text, rendered(index + 1, False), start, specials)
+        stop = len(text) if is_last else _stop(message, text, rendered(index + 1, False), start, end_tokens)
         if conversation.trained[index]:
             spans.append((start, stop))
         turn = stop
@@ -87,12 +87,12 @@ def _start(message: dict[str, Any], text: str, header: str | None, turn: int) ->
     raise BadRow("the chat template changes an answer so that it cannot be found again")
 
 
-def _stop(message: dict[str, Any], text: str, ended: str | None, start: int, specials: list[str]) -> int:
+def _stop(message: dict[str, Any], text: str, ended: str | None, start: int, end_tokens: list[str]) -> int:
     if ended is not None and text.startswith(ended) and len(ended) > start:
         return len(ended)
     if ended is not None:
         tail = ended.rstrip()
-        end_token = next((token for token in specials if token and tail.endswith(token)), None)
+        end_token = next((token for token in end_tokens if token and tail.endswith(token)), None)
         found = text.find(end_token, start) if end_token else -1
         if end_token and found >= 0:
             return found + len(end_token)
