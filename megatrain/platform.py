@@ -127,7 +127,7 @@ class FileLock:
                 break
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                    self.supported = False
+                    self._take_without_locks(descriptor)
                     break
                 if time.monotonic() > give_up:
                     os.close(descriptor)
@@ -140,6 +140,14 @@ class FileLock:
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, json.dumps(asdict(record)).encode())
         return self
+
+    def _take_without_locks(self, descriptor: int) -> None:
+        """The record is all there is: a process that it names and that lives is believed to hold the lock."""
+        self.supported = False
+        holder = _read_holder(self.path)
+        if holder is not None and holder.is_here() and holder.pid != os.getpid() and process_identity(holder.pid) == holder.identity:
+            os.close(descriptor)
+            raise LockHeldError(errno.EAGAIN, "another process holds this lock", str(self.path))
 
     def touch(self) -> None:
         """Renews the file's time: the heartbeat. Works on a full disk."""

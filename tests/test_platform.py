@@ -95,6 +95,16 @@ def test_a_file_system_without_locks_falls_back_to_the_record(tmp_path, monkeypa
         held, holder = look_at_lock(tmp_path / "lock")
     assert held is None
     assert holder.pid == os.getpid()
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        record = {"pid": other.pid, "identity": process_identity(other.pid), "host": holder.host, "started_s": 0.0}
+        (tmp_path / "lock").write_text(json.dumps(record), "utf-8")
+        with pytest.raises(LockHeldError):
+            FileLock(tmp_path / "lock").acquire()
+    finally:
+        other.kill()
+        other.wait()
+    FileLock(tmp_path / "lock").acquire().release()
 
 
 def test_a_truncated_lock_record_is_no_holder(tmp_path):

@@ -19,7 +19,7 @@ import megatrain
 from megatrain.config import RunConfig
 from megatrain.errors import RunError
 from megatrain.platform import FileLock, LockHeldError, kill_group, look_at_lock, process_identity, start_detached
-from megatrain.runs.diagnose import START_MARK
+from megatrain.runs.diagnose import NO_SPACE, START_MARK
 from megatrain.runs.reading import newest_checkpoint
 from megatrain.runs.records import CheckpointInfo, RunState, to_json
 from megatrain.runs.store import RunStore, load_json
@@ -37,7 +37,10 @@ def create_run(workspace: Path, config: RunConfig, client_id: str = "", origin: 
     `origin` says where the run came from, for the list: {"run": ..., "checkpoint": ...}.
     """
     runs = workspace / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(runs, error) from error
     with _guarded(runs / ".create.lock", "Another run is being created just now."):
         if client_id:
             for folder in _folders(runs):
@@ -158,8 +161,12 @@ def delete_run(store: RunStore) -> int:
         raise RunError("A running training cannot be deleted.", "Stop it first.")
     freed = folder_bytes(store.folder)
     gone = store.folder.with_name(f".deleted-{store.folder.name}-{time.time_ns()}")
-    store.folder.rename(gone)  # at once out of the list, also when removing takes long or is interrupted
-    shutil.rmtree(gone)
+    try:
+        store.folder.rename(gone)  # at once out of the list, also when removing takes long or is interrupted
+        shutil.rmtree(gone)
+    except OSError as error:
+        text = f"Not all of {store.run_id} could be deleted: {error.strerror or error}."
+        raise RunError(text, "Close what has its files open.") from error
     return freed
 
 
@@ -182,14 +189,27 @@ def start_export(store: RunStore, checkpoint: str, dtype: str, target: Path | No
     arguments = [*EXPORT, str(store.folder.resolve()), "--checkpoint", found.name, "--dtype", dtype, "--target", str(target)]
 
     def ended(code: int) -> None:
-        if code != 0:
-            data = {"state": "failed", "checkpoint": found.name, "target": str(target), "text": f"The export ended with exit code {code}."}
-            with contextlib.suppress(RunError):  # the run may have been deleted meanwhile
+        data = {"state": "failed", "checkpoint": found.name, "target": str(target), "text": f"The export ended with exit code {code}."}
+        with contextlib.suppress(RunError):  # the run may have been deleted meanwhile
+            said = [event.data.get("state") for event in store.events() if event.kind == "export"][-1:]
+            if code != 0 and said != ["failed"]:  # it could not say why itself
                 store.log_event("export", data)
 
     pid = start_detached(arguments, store.folder / "exports" / "export.log", _environment(), ended)
-    store.log_event("export", {"state": "started", "checkpoint": found.name, "target": str(target), "dtype": dtype, "pid": pid})
+    store.log_event("export", {"state": "started", "checkpoint": found.name, "target": str(target), "dtype": dtype, "pid": pid,
+                               "identity": process_identity(pid)})  # fmt: skip
     return pid
+
+
+def latest_export(store: RunStore) -> dict[str, Any] | None:
+    """What the last export came to, or how far it is; `failed` also when its process is gone without a word."""
+    events = [event.data for event in store.events() if event.kind == "export"]
+    if not events or events[-1].get("state") in ("finished", "failed"):
+        return events[-1] if events else None
+    start = next((data for data in reversed(events) if data.get("state") == "started" and data.get("pid")), None)
+    if start is None or process_identity(start["pid"]) == start.get("identity"):
+        return events[-1]
+    return {**events[-1], "state": "failed", "text": "The export's process is gone; start it again."}
 
 
 def _environment() -> dict[str, str]:
@@ -204,8 +224,18 @@ def _guarded(path: Path, held: str) -> Iterator[None]:
         lock = FileLock(path).acquire(5.0)
     except LockHeldError as error:
         raise RunError(held, "Wait a moment and try again.") from error
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
     with lock:
-        yield
+        try:
+            yield
+        except OSError as error:
+            raise _unwritable(path.parent, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> RunError:
+    hint = "Free space on that disk." if error.errno in NO_SPACE else "Choose a workspace that you may write to."
+    return RunError(f"{folder} cannot be written: {error.strerror or error}.", hint)
 
 
 def _folders(runs: Path) -> list[Path]:

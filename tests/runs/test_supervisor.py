@@ -1,5 +1,6 @@
 """Runs as real processes: start, command, watch, kill, resume, delete. The worker is tests/runs/fake_worker.py."""
 
+import errno
 import json
 import os
 import signal
@@ -112,6 +113,20 @@ def test_deleting_says_what_it_freed_and_leaves_nothing(workspace):
     assert supervisor.delete_run(store) > 5000
     assert supervisor.list_runs(workspace) == []
     assert [path.name for path in (workspace / "runs").iterdir()] == [".create.lock"]
+
+
+def test_a_workspace_that_cannot_be_written_is_an_error_with_a_hint(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x", "utf-8")
+    with pytest.raises(RunError, match="cannot be written"):
+        supervisor.create_run(tmp_path / "file", config())
+
+    def full(self, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunConfig, "save", full)
+    with pytest.raises(RunError, match="Free space"):
+        supervisor.create_run(tmp_path, config())
+    assert supervisor.list_runs(tmp_path) == []
 
 
 def test_settings_change_only_while_nothing_runs(workspace):
@@ -410,8 +425,23 @@ def test_a_failed_export_is_an_event(workspace, monkeypatch):
     assert events[0]["state"] == "started" or events[1]["state"] == "started"
     assert any("exit code 3" in event.get("text", "") for event in events)
     assert "step-00000005-bf16" in (store.folder / "exports" / "export.log").read_text("utf-8")
+    assert supervisor.latest_export(store)["state"] == "failed"
     with pytest.raises(RunError):
         supervisor.start_export(store, "../../etc", "bf16")
+
+
+def test_an_export_whose_process_is_gone_has_failed(workspace):
+    store = supervisor.create_run(workspace, config())
+    assert supervisor.latest_export(store) is None
+    here = {"pid": os.getpid(), "identity": process_identity(os.getpid())}
+    store.log_event("export", {"state": "started", "target": "x", **here})
+    store.log_event("export", {"state": "running", "target": "x", "done": 1, "total": 2})
+    assert supervisor.latest_export(store)["state"] == "running"
+    store.log_event("export", {"state": "started", "target": "x", "pid": os.getpid(), "identity": "of a process before"})
+    store.log_event("export", {"state": "running", "target": "x", "done": 1, "total": 2})
+    assert supervisor.latest_export(store)["state"] == "failed"
+    store.log_event("export", {"state": "finished", "target": "x"})
+    assert supervisor.latest_export(store)["state"] == "finished"
 
 
 def test_the_worker_gets_arguments_as_a_list_and_the_environment(workspace, monkeypatch, tmp_path):

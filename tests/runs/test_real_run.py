@@ -1,0 +1,107 @@
+"""The real worker with the real engine: killed, resumed, stopped, resumed, and equal to the bit to a run that never stopped."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import RunConfig
+from megatrain.errors import RunError
+from megatrain.runs import supervisor, worker
+from megatrain.runs.records import RunState
+from megatrain.runs.store import RunStore, load_json
+from tests.runs.tiny_model import write_model, write_rows
+
+NUM_STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("Arbeit mit Umlaut ü")
+    write_model(folder / "model")
+    write_rows(folder / "rows.jsonl")
+    return folder
+
+
+def config(workspace: Path, precision: str, **data) -> RunConfig:
+    raw = RunConfig().to_dict()
+    raw["precision"] = precision
+    raw["model"]["path"] = str(workspace / "model")
+    raw["data"] |= {"path": str(workspace / "rows.jsonl"), "sequence_length": 64, "eval_fraction": 0.1, **data}
+    raw["train"] |= {"global_batch_tokens": 256, "num_steps": NUM_STEPS, "learning_rate": 1e-3}
+    raw["checkpoint"] |= {"every_steps": 10, "keep": 2}
+    raw["evaluation"] |= {"every_steps": 40}
+    return RunConfig.from_dict(raw)
+
+
+def wait_until(store: RunStore, *states: RunState, steps: int = 0):
+    give_up = time.monotonic() + 180
+    while True:
+        status = store.state()
+        if status.state in states and status.step >= steps:
+            return status
+        assert time.monotonic() < give_up, f"{status}\n{store.log_tail()}"
+        assert status.is_active or status.state in states, f"{status}\n{store.log_tail()}"
+        time.sleep(0.02)
+
+
+def final_states(store: RunStore) -> dict[str, bytes]:
+    newest = supervisor.resume_point(store)
+    assert newest.step == NUM_STEPS
+    return {path.name: path.read_bytes() for path in sorted(newest.path.glob("*.safetensors"))}
+
+
+def test_killed_stopped_and_resumed_is_equal_to_never_stopped(workspace):
+    straight = supervisor.create_run(workspace, config(workspace, "bf16"))
+    assert worker.run(straight.folder) == worker.FINISHED
+    assert straight.steps()[-1].epoch > 2  # the breaks below fall into later passes over the data
+
+    store = supervisor.create_run(workspace, config(workspace, "bf16"))
+    supervisor.start_worker(store)
+    wait_until(store, RunState.RUNNING, steps=25)
+    os.kill(store.state().pid, signal.SIGKILL)
+    status = wait_until(store, RunState.CRASHED)
+    saved = supervisor.resume_point(store).step
+    assert 10 <= saved <= status.step
+    supervisor.start_worker(store, resume=True)
+    wait_until(store, RunState.RUNNING, steps=60)
+    store.send_command("pause")
+    wait_until(store, RunState.PAUSED)
+    store.send_command("continue")
+    store.send_command("stop")
+    status = wait_until(store, RunState.STOPPED)
+    assert supervisor.resume_point(store).step == status.step < NUM_STEPS
+    supervisor.start_worker(store, resume=True)
+    wait_until(store, RunState.FINISHED)
+
+    assert [(row.step, row.loss, row.grad_norm, row.learning_rate) for row in store.steps()] == \
+           [(row.step, row.loss, row.grad_norm, row.learning_rate) for row in straight.steps()]  # fmt: skip
+    assert final_states(store) == final_states(straight)
+    evals = [[(event.data["step"], event.data["loss"]) for event in run.events() if event.kind == "eval"] for run in (straight, store)]
+    assert dict(evals[0]).items() <= dict(evals[1]).items()
+    notices = [event.data["text"] for event in store.events() if event.kind == "notice"]
+    assert any(f"Resumed from step {saved}, epoch" in text for text in notices)
+    assert len(store.checkpoints()) <= 3  # two, and the one that was resumed from
+    assert load_json(store.folder / "data.json")["rows_read"] == 120
+
+
+def test_data_without_a_trained_token_ends_before_training_with_the_reason(workspace):
+    rows = workspace / "empty.jsonl"
+    rows.write_text('{"prompt": "a", "completion": ""}\n' * 3, "utf-8")
+    store = supervisor.create_run(workspace, config(workspace, "fp32", path=str(rows)))
+    assert worker.run(store.folder) == 15
+    status = store.state()
+    assert (status.state, status.step) == (RunState.FAILED, 0)
+    assert status.error.title == "The data cannot be used"
+    assert status.error.action == "choose_data"
+    with pytest.raises(RunError):
+        supervisor.start_worker(store, resume=True)
+
+
+def test_a_plan_that_does_not_fit_ends_before_training_with_the_change(workspace, monkeypatch):
+    monkeypatch.setenv("MEGATRAIN_RAM_BYTES", "1000000")
+    store = supervisor.create_run(workspace, config(workspace, "fp32"))
+    assert worker.run(store.folder) == 14
+    assert store.state().error.action == "change_plan"
