@@ -143,7 +143,7 @@ def vanished(folder: Path, database: Database, stored: dict[str, Any], step: int
 
 def steps(database: Database, after_id: int, limit: int) -> list[StepRow]:
     rows = database.read("SELECT * FROM steps WHERE id > ? ORDER BY id LIMIT ?", (after_id, limit))
-    return [StepRow(*row[:11], json.loads(row[11]), json.loads(row[12])) for row in rows]
+    return [StepRow(*(*row[:11], json.loads(row[11]), json.loads(row[12]))) for row in rows]
 
 
 def telemetry(database: Database, after_id: int, limit: int) -> list[TelemetryRow]:
