@@ -17,7 +17,7 @@ import gradio as gr
 
 from megatrain.config import RunConfig, options
 from megatrain.errors import ConfigError
-from ui.words import text
+from ui.words import section, text
 
 OPTIONS = options()
 KEYS = tuple(OPTIONS)
@@ -74,7 +74,7 @@ def widget(key: str, **overrides: Any) -> gr.components.Component:
     if kind is bool:
         return gr.Checkbox(**common)
     if kind in (int, float):
-        common = {"placeholder": text("form.planned") if optional else "", **common}
+        common = {"placeholder": section("form").get(f"empty.{key}", text("form.planned")) if optional else "", **common}
     return gr.Textbox(max_lines=1, max_length=4096, **common)
 
 

@@ -9,6 +9,7 @@ from megatrain.plan import Kind, Plan, Predicted
 from megatrain.precision import PRECISIONS
 from megatrain.units import format_bytes, format_count, format_duration, three_digits
 from ui.planning import Fit, Outlook, field_name
+from ui.view import NOTHING
 from ui.words import text
 
 PARTS = ("weights", "masters", "grads", "moments", "activations", "buffers", "context", "checkpoints")
@@ -180,12 +181,12 @@ def _precision_row(name: str, fit: Fit | None, chosen: bool) -> str:
     row = PRECISIONS[name]
     predicted = fit.need if fit else None
     fits = fit is not None and fit.plan is not None
-    why = text("plan.yes") if fits else str(fit.refusal.message) if fit and fit.refusal else text("plan.unknown")
+    why = text("plan.yes") if fits else str(fit.refusal.message) if fit and fit.refusal else NOTHING
     cells = [
         text("plan.bytes_per_parameter", number=row.kept_bytes),
-        format_bytes(predicted.vram_bytes) if predicted and predicted.vram_bytes else text("plan.none"),
-        format_bytes(predicted.ram_bytes) if predicted else text("plan.unknown"),
-        (_speed(predicted) if predicted else "") or text("plan.unknown"),
+        format_bytes(predicted.vram_bytes) if predicted and predicted.vram_bytes else NOTHING,
+        format_bytes(predicted.ram_bytes) if predicted else NOTHING,
+        (_speed(predicted) if predicted else "") or NOTHING,
         why,
     ]
     mark = f' <span class="chosen">{escape(text("plan.chosen"))}</span>' if chosen else ""
@@ -196,7 +197,7 @@ def _precision_row(name: str, fit: Fit | None, chosen: bool) -> str:
 
 def _place(kind: str, size: int, most: int) -> str:
     if not size:
-        return '<td class="none">–</td>'
+        return f'<td class="none">{NOTHING}</td>'
     return f'<td><i class="part-{kind}" style="width:{100 * size / most:.2f}%"></i><span>{format_bytes(size)}</span></td>'
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.runs.records import CheckpointInfo, EventRow, RunState, RunStatus
+from megatrain.runs.records import CheckpointInfo, RunState, RunStatus
 from megatrain.runs.store import RunStore
-from megatrain.runs.supervisor import find_run, folder_bytes, list_runs
+from megatrain.runs.supervisor import find_run, folder_bytes, latest_export, list_runs
 from megatrain.units import format_bytes, format_duration
 from ui import view
 from ui.context import checked_run_id
@@ -15,7 +15,7 @@ from ui.feed import Feeds
 from ui.words import text
 
 SIZE_AGE_S = 15.0  # a run's size on disk is counted again after this long
-EXPORT_TYPES = ("bfloat16", "float32")
+EXPORT_TYPES = ("bf16", "fp32")
 Reply = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ class RunList:
             "error": None if error is None else {"title": error.title, "text": error.text, "hint": error.hint},
             "yaml": _yaml(store.folder),
             "checkpoints": [_checkpoint(found) for found in reversed(checkpoints)],
-            "export": None if status.state is RunState.DAMAGED else _export(store.events()),
+            "export": None if status.state is RunState.DAMAGED else _export(latest_export(store)),
             "buttons": buttons(status, checkpoints, self._size(store)),
         }
 
@@ -115,9 +115,8 @@ def _checkpoint(found: CheckpointInfo) -> Reply:
             "complete": found.complete, "state": state}  # fmt: skip
 
 
-def _export(events: list[EventRow]) -> Reply | None:
+def _export(data: dict[str, Any] | None) -> Reply | None:
     """The latest export: how far it is, or what came of it."""
-    data = next((event.data for event in reversed(events) if event.kind == "export"), None)
     if data is None:
         return None
     state, done, total = str(data.get("state", "")), data.get("done") or 0, data.get("total") or 0

@@ -113,7 +113,7 @@ class NewRunPage:
             names = [(text(f"new_run.preset_{name}"), name) for name in presets.PRESETS]
             self.preset = gr.Radio(names, label=text("new_run.preset"), info=text("new_run.preset_help"), value="demo", elem_id="preset")
             with gr.Row():
-                self.form.place("train.num_steps", min_width=180, placeholder=text("new_run.by_epochs"))
+                self.form.place("train.num_steps", min_width=180)
                 self.form.place("train.num_epochs", min_width=180)
                 self.form.place("train.learning_rate", min_width=180)
             with gr.Row():

@@ -120,6 +120,8 @@ FORM = {
     "empty": "must not be empty",
     "reload": "Reload the page.",
     "planned": "planned",
+    "empty.train.num_steps": "by epochs",
+    "empty.data.max_rows": "all",
 }
 
 CHOICE = {
@@ -180,7 +182,6 @@ PLAN = {
     "tokens_per_s": "about {number} tokens/s",
     "total_of": "about {time} ({steps} steps)",
     "unknown": "not known yet",
-    "none": "none",
     "yes": "Fits",
     "what_fits": "What would make it fit",
     "no_suggestion": "No single change makes it fit: a smaller model does.",
@@ -279,7 +280,6 @@ NEW_RUN = {
     "preset_careful": "Careful",
     "preset_style": "Teach a style",
     "preset_facts": "Teach facts",
-    "by_epochs": "by epochs",
     "advanced": "Advanced",
     "section_run": "Numbers",
     "section_model": "Model",
@@ -388,8 +388,8 @@ RUNS = {
     "delete_failed": "It could not be deleted completely: {reason}.",
     "export_choose": "Choose a checkpoint and a number format to export.",
     "export_type": "Number format of the export",
-    "type_bfloat16": "bfloat16",
-    "type_float32": "float32",
+    "type_bf16": "bf16",
+    "type_fp32": "fp32",
     "export_of": "Export of",
     "export_started": "started",
     "export_running": "writing",
