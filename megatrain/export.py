@@ -224,7 +224,9 @@ def _has_memory(num_bytes: int) -> bool:
 def _try(folder: Path, dtype: "torch.dtype") -> tuple[str, bool | None, list[str]]:
     """Load the folder as any user would and let it answer: (answer, whether it ended by itself, notices)."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # it would fill the log
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:

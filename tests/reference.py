@@ -5,6 +5,7 @@ step; the gradient is clipped at its exact global norm, then AdamW updates fp32 
 bf16, gradients of micro-batches are summed in fp32, and the optimizer owns fp32 masters that are rounded to bf16.
 """
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def build_model(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = to
     if dtype != torch.float32:
         kept = tuple(model._keep_in_fp32_modules_strict or ())
         for name, parameter in model.named_parameters():
-            if not any(part in name for part in kept):
+            if not any(re.search(part.replace("*", ".*"), name) for part in kept):
                 parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     return model.train()

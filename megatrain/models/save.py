@@ -51,12 +51,16 @@ class Saved:
         )
 
 
+def kept_in_fp32(model: PreTrainedModel, name: str) -> bool:
+    """Whether transformers keeps `name` in fp32 when the model is loaded in bf16 (routers of some families); its own matching rule."""
+    return any(re.search(part.replace("*", ".*"), name) for part in model._keep_in_fp32_modules_strict or ())
+
+
 def saved_dtype(model: PreTrainedModel, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which `name` is saved: `dtype`, but fp32 for what the family always keeps so, and no change of integers."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    strict = tuple(model._keep_in_fp32_modules_strict or ())
-    return torch.float32 if any(part in name for part in strict) else dtype
+    return torch.float32 if kept_in_fp32(model, name) else dtype
 
 
 def save_pretrained_folder(
