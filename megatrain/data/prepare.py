@@ -168,8 +168,7 @@ def _encode_batch(batch: list[tuple[int, Row]], config: DataConfig, format: str,
             continue
         documents, was_cut = _fitted(result, config.sequence_length, encoder)
         if not documents:
-            why = f"no answer is left when it is cut to {config.sequence_length} tokens" if was_cut else "there is no token to train on"
-            refused.append((number, row, BadRow(why)))
+            refused.append((number, row, BadRow("there is no token to train on")))
             continue
         for ids, mask in documents:
             writer.add(ids, mask, number)

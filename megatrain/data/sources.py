@@ -17,7 +17,7 @@ from megatrain.data.hub import HubSource
 from megatrain.errors import DataError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_URL = re.compile(r"https?://[^/]+/datasets/([^?#]+?)(/(tree|blob|viewer)/.*|/)?([?#].*)?")
+_HUB_URL = re.compile(r"https?://[^/]+/datasets/([^?#]+?)(/(tree|blob|viewer)\b[^?#]*|/)?([?#].*)?")
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _FOLDER_RECORDS = {"dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json"}  # written by `datasets` beside the data
 

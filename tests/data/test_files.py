@@ -44,9 +44,13 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
 
 
 JSON = {
-    "list": json.dumps(ROWS), "indented": json.dumps(ROWS, indent=2), "BOM": b"\xef\xbb\xbf" + json.dumps(ROWS, ensure_ascii=False).encode(),
-    "lines in .json": LINES, "one after the other": " ".join(map(json.dumps, ROWS)), "in an object": json.dumps({"version": 1, "data": ROWS}),
-}  # fmt: skip
+    "list": json.dumps(ROWS),
+    "indented": json.dumps(ROWS, indent=2),
+    "BOM": b"\xef\xbb\xbf" + json.dumps(ROWS, ensure_ascii=False).encode(),
+    "lines in .json": LINES,
+    "one after the other": " ".join(map(json.dumps, ROWS)),
+    "in an object": json.dumps({"version": 1, "data": ROWS}),
+}
 
 
 @pytest.mark.parametrize("name", JSON)
@@ -120,7 +124,8 @@ def test_rows_that_are_no_objects(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}]
     rows = read(written(tmp_path / "a.jsonl", f'"words"\n{json.dumps(turns)}\n3\nnull\n[]'))
     assert [row.values for row in rows] == [{"text": "words"}, {"messages": turns}, {}, {}, {}]
-    assert [row.problem for row in rows[2:]] == [f"the row is a JSON {kind}, not an object with columns" for kind in ("number", "null", "list")]
+    kinds = ("number", "null", "list")
+    assert [row.problem for row in rows[2:]] == [f"the row is a JSON {kind}, not an object with columns" for kind in kinds]
 
 
 def test_a_text_file_is_one_document_and_a_long_one_comes_in_sections(tmp_path: Path) -> None:
@@ -141,7 +146,8 @@ def test_a_text_without_any_space_is_cut_where_it_must_be(tmp_path: Path) -> Non
 
 
 def test_a_folder_of_texts_skips_what_is_empty_and_shows_what_is_no_text(tmp_path: Path) -> None:
-    for name, content in {"b.txt": "B", "a/c.md": "C", "empty.txt": " \n", ".hidden.txt": "H", "z.txt": b"\xff\xfe\xfd", "x.bin": b"\0"}.items():
+    files = {"b.txt": "B", "a/c.md": "C", "empty.txt": " \n", ".hidden.txt": "H", "z.txt": b"\xff\xfe\xfd", "x.bin": b"\0"}
+    for name, content in files.items():
         written(tmp_path / name, content)
     rows = read(tmp_path)
     assert [row.values.get("text") for row in rows] == ["C", "B", None]

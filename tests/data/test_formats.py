@@ -75,14 +75,16 @@ def test_tool_calls_reasoning_and_weights_are_understood() -> None:
     call = {"name": "f", "arguments": {"x": 1}}
     turns = [
         {"role": "user", "content": "Q", "loss_weight": 0.0},
-        {"role": "assistant", "content": [{"type": "reasoning", "value": "R"}, {"type": "tool_call", "value": json.dumps(call)}], "weight": 0},
+        {"role": "assistant", "weight": 0,
+         "content": [{"type": "reasoning", "value": "R"}, {"type": "tool_call", "value": json.dumps(call)}]},
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "A", "loss_weight": 1.0},
-    ]
+    ]  # fmt: skip
     example = read_row(Row("", {"messages": turns, "tools": json.dumps([{"name": "f", "parameters": {}}])}), "messages")
     assert isinstance(example, Conversation)
     assert example.trained == [False, False, False, True]
-    assert example.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "R", "tool_calls": [{"type": "function", "function": call}]}
+    calls = [{"type": "function", "function": call}]
+    assert example.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "R", "tool_calls": calls}
     assert example.tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 

@@ -64,8 +64,8 @@ SPECIALS = {
 }  # fmt: skip
 
 
-def tokenizer(template: str | None = None, merges: Sequence[tuple[str, str]] = (), bos: bool = True, pad: str = "<pad>", eos: str = "</s>",
-              flagged: bool = True):  # fmt: skip
+def tokenizer(template: str | None = None, merges: Sequence[tuple[str, str]] = (), bos: bool = True, pad: str = "<pad>",
+              eos: str | None = "</s>", flagged: bool = True):  # fmt: skip
     """Bytes, merges and special tokens. With `bos` a BOS token is put before every plain text, as LLaMA tokenizers do.
 
     `flagged` False adds the template's tokens without marking them as special, as some fine-tuned models do.
