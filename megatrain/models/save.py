@@ -21,7 +21,7 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 from megatrain import platform
 from megatrain.errors import ModelError, UnsupportedModelError
 from megatrain.models.tensorfile import TensorFile, TensorFileWriter, bytes_of, disk_errors
-from megatrain.models.weights import INDEX, SINGLE
+from megatrain.models.weights import INDEX, SINGLE, kept_in_fp32
 
 MAX_SHARD_BYTES = 5_000_000_000
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -49,11 +49,6 @@ class Saved:
         return sorted(
             f"{name} reads back differently" for name in self.checksums.keys() | found if self.checksums.get(name) != found.get(name)
         )
-
-
-def kept_in_fp32(model: PreTrainedModel, name: str) -> bool:
-    """Whether transformers keeps `name` in fp32 when the model is loaded in bf16 (routers of some families); its own matching rule."""
-    return any(re.search(part.replace("*", ".*"), name) for part in model._keep_in_fp32_modules_strict or ())
 
 
 def saved_dtype(model: PreTrainedModel, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

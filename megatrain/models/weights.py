@@ -183,6 +183,11 @@ class WeightSource:
         return ", ".join(sorted({str(self._files[key].path) for key in group.keys}))
 
 
+def kept_in_fp32(model: PreTrainedModel, name: str) -> bool:
+    """Whether transformers keeps `name` in fp32 when the model is loaded in bf16 (routers of some families); its own matching rule."""
+    return any(re.search(part.replace("*", ".*"), name) for part in model._keep_in_fp32_modules_strict or ())
+
+
 def _aliases(expected: dict[str, torch.Tensor]) -> dict[str, list[str]]:
     """Name -> other names of the same parameter. Tying is read off the objects, not off the configuration."""
     by_identity: dict[int, list[str]] = {}
