@@ -323,8 +323,8 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
     Weights cross the bus twice per group, gradients once per step; the head is not recomputed. Without a GPU nothing
     overlaps and lanes add up.
     """
-    flops = rates.compute_flops_per_s[work.precision.compute_dtype]
-    layers, head = forward_flops(work)
+    layers, head = (count / rates.compute_flops_per_s[work.precision.compute_dtype] for count in forward_flops(work))
+    layers = max(layers, rates.layer_overhead_s / 4 * len(work.shape.layers) * micro_batches(work, plan))
     weights = groups(work, plan) * sum(count * block_weight_bytes(block, work.precision) for block, count in _streamed(work, plan))
     inputs = len(work.shape.layers) * work.step_tokens * work.shape.hidden_size * work.precision.weight_bytes
     inputs = inputs if plan.inputs_tier is Tier.RAM else 0
@@ -333,13 +333,13 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
     on_host = work.shape.num_params - on_device
     up, down = _update_transfers(work, plan)
     forward = {
-        "compute": (layers + head) / flops,
+        "compute": layers + head,
         "h2d": weights + up,
         "d2h": down + inputs,
         "optimizer": on_host * (optimizer_traffic_bytes(work) + work.precision.weight_bytes) / rates.host_bytes_per_s,
     }
     backward = {
-        "compute": (3 * layers + 2 * head) / flops,
+        "compute": 3 * layers + 2 * head,
         "h2d": weights + inputs + sums,
         "d2h": resident_bytes(work, plan, Kind.GRADS, Tier.RAM) + sums,
     }

@@ -17,9 +17,13 @@ class Rates:
     duplex_bytes_per_s: float  # each direction while both run
     device_bytes_per_s: float  # device memory, read + written
     host_bytes_per_s: float  # host memory, read + written, by the optimizer's threads
+    layer_overhead_s: float = 0.0  # starting the kernels of one layer's forward, recompute and backward; a floor for tiny layers
     disk_read_bytes_per_s: float = 1.5e9
     disk_write_bytes_per_s: float = 1.0e9
     measured: bool = False
+
+
+LAYER_KERNELS = 200  # operations of one eager layer: about 50 forward, again in recompute, 100 backward
 
 
 def cpu_rates(cores: int) -> Rates:
@@ -34,6 +38,7 @@ def cpu_rates(cores: int) -> Rates:
         duplex_bytes_per_s=copy / 2,
         device_bytes_per_s=host,
         host_bytes_per_s=host,
+        layer_overhead_s=LAYER_KERNELS * 20e-6,
     )
 
 
@@ -77,6 +82,7 @@ def gpu_rates(readings: GpuReadings, cores: int) -> Rates:
         duplex_bytes_per_s=link * 0.83,
         device_bytes_per_s=memory,
         host_bytes_per_s=host_bytes_per_s(cores),
+        layer_overhead_s=LAYER_KERNELS * 6e-6,
     )
 
 

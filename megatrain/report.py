@@ -110,7 +110,7 @@ def follow(store: RunStore, say: Callable[[str], None]) -> None:
         while True:
             status = watch.look()
             if not status.is_active and status.state is not RunState.CREATED:
-                say(f"{status.state.capitalize()}. {status.reason}".rstrip())
+                say(status.reason or f"{status.state.capitalize()}.")
                 return
             if interrupts.wait(POLL_S):
                 interrupts.clear()

@@ -166,7 +166,7 @@ def test_a_run_is_followed_to_its_end(workspace: Path, tmp_path: Path, capsys: p
     run = supervisor.list_runs(workspace)[0]
     assert f"Run {run.run_id} in {workspace}" in text
     assert "step 5/5  loss 0.6000  norm 1  learning rate 0.0001" in text
-    assert "Finished. Finished after step 5." in text
+    assert "\nFinished after step 5.\n" in text
     assert run.state().state is RunState.FINISHED
 
 
@@ -233,7 +233,7 @@ def test_an_interrupt_stops_and_saves(number: signal.Signals, workspace: Path, t
     store = supervisor.list_runs(workspace)[0]
     assert any("Stopping after this step" in line for line in lines)
     assert any(line.startswith("checkpoint of step") for line in lines)
-    assert lines[-1].startswith("Stopped.")
+    assert lines[-1].startswith("Stopped after step")
     assert store.state().state is RunState.STOPPED
     assert store.checkpoints()[0].complete
 

@@ -197,6 +197,12 @@ def test_a_small_step_waits_for_the_optimizer_in_forward_and_for_the_bus_in_back
     assert times.step_s == pytest.approx(update + max(weights, gradients), rel=1e-9)
 
 
+def test_starting_kernels_takes_time_however_small_the_layers_are():
+    job, layout = work(QWEN_1B5, packs=8), plan(QWEN_1B5, resident=30, micro_batch_packs=1, group_micro_batches=8)
+    slow_start = replace(RATES, layer_overhead_s=10.0)
+    assert costs.step_times(job, layout, slow_start).lanes["compute"] == pytest.approx(10.0 * 28 * 8, rel=0.01)
+
+
 def test_without_a_gpu_nothing_overlaps():
     job, layout = work(QWEN_1B5, "cpu", packs=1), plan(QWEN_1B5, resident=30, micro_batch_packs=1, group_micro_batches=1)
     times = costs.step_times(job, layout, RATES)
