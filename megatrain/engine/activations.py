@@ -8,16 +8,15 @@ RAM a pool of device buffers holds what is being worked on.
 import torch
 
 from megatrain.engine.device import D2H, H2D, Buffer, Device
-from megatrain.engine.pinned import arena_bytes
 from megatrain.engine.tiers import StateStore
 from megatrain.plan import Tier
 
 POOL_SPARE = 4  # buffers beyond one per micro-batch: one being written, one being sent, two being fetched
 
 
-def ram_bytes(num_layers: int, group: int, hidden_numel: int, dtype: torch.dtype) -> int:
-    """Pinned bytes of the homes when layer inputs are stored in RAM."""
-    return num_layers * group * arena_bytes(hidden_numel * dtype.itemsize)
+def ram_pieces(num_layers: int, group: int, hidden_numel: int, dtype: torch.dtype) -> list[int]:
+    """Bytes of the pinned homes when layer inputs are stored in RAM."""
+    return [hidden_numel * dtype.itemsize] * (num_layers * group)
 
 
 class HiddenStore:

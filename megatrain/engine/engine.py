@@ -16,7 +16,6 @@ from megatrain.engine.codecs import merge_master, split_master
 from megatrain.engine.device import Device
 from megatrain.engine.gradients import GradientFlow
 from megatrain.engine.optimizer import Optimizer
-from megatrain.engine.pinned import arena_bytes
 from megatrain.engine.schedule import split_groups
 from megatrain.engine.slots import WeightCache
 from megatrain.engine.step import StepRunner
@@ -63,9 +62,9 @@ class Engine:
         group = min(plan.group_micro_batches, -(-packs_per_step // plan.micro_batch_packs))
         hidden_numel = plan.micro_batch_packs * sequence_length * hidden_size
         dtype = skeleton.compute_dtype
-        pinned = activations.ram_bytes(num_layers, group, hidden_numel, dtype) if plan.inputs_tier is not Tier.VRAM else 0
-        if num_groups > 1 and plan.accumulators_tier is not Tier.VRAM:
-            pinned += sum(arena_bytes(layout.numel * 4) for layout in self.layouts)
+        pinned = [layout.numel * 4 for layout in self.layouts] if num_groups > 1 and plan.accumulators_tier is not Tier.VRAM else []
+        if plan.inputs_tier is not Tier.VRAM:
+            pinned += activations.ram_pieces(num_layers, group, hidden_numel, dtype)
         skeleton.move_buffers(device.torch_device)
         self.store = StateStore(self.layouts, plan, precision, parked, device, pinned)
         cache = WeightCache(self.store, plan, skeleton.tied, device)

@@ -1,15 +1,17 @@
 """StateStore: the home of every state of every block, as the plan places it.
 
 A block updated on the host keeps a host copy of its compute weights also when their home is VRAM: that copy is what the
-CPU updates. Everything is allocated before step 0 and nothing after.
+CPU updates. Everything is allocated before step 0 and nothing after; `extra_pinned` announces the pinned pieces (bytes)
+that others take with `host_buffer` afterwards, in that order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.engine.device import D2H, H2D, Buffer, Device
-from megatrain.engine.pinned import HostArena, arena_bytes
+from megatrain.engine.pinned import HostArena
 from megatrain.models.blocks import BlockLayout
 from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.precision import Precision
@@ -47,19 +49,19 @@ class StateStore:
         precision: Precision,
         gradient_dtype: torch.dtype,
         device: Device,
-        extra_pinned_bytes: int = 0,
+        extra_pinned: Sequence[int] = (),
     ) -> None:
         self.device = device
         self.gradient_dtype = gradient_dtype
         self._has_masters = precision.master_rest_dtype is not None
         on_gpu = device.torch_device.type == "cuda"
         specs = [self._specs(layout, placement) for layout, placement in zip(layouts, plan.placements, strict=True)]
-        sizes = {True: extra_pinned_bytes, False: 0}
+        sizes: dict[bool, list[int]] = {True: [], False: []}
         for spec in specs:
             for numel, dtype, tier, touched in spec.values():
                 if tier is not Tier.VRAM:
-                    sizes[touched] += arena_bytes(numel * dtype.itemsize)
-        self.pinned = HostArena(sizes[True], pin=on_gpu)
+                    sizes[touched].append(numel * dtype.itemsize)
+        self.pinned = HostArena([*sizes[True], *extra_pinned], pin=on_gpu)
         self.plain = HostArena(sizes[False], pin=False)
         self.blocks = [
             self._allocate(layout, placement, spec) for layout, placement, spec in zip(layouts, plan.placements, specs, strict=True)

@@ -90,9 +90,12 @@ def self_check(config: PretrainedConfig, kinds: list[str], streamed: "Streamed")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StopIteration) as error:
         reason = " ".join(str(error).split())[:200]
         return f"The self-check was skipped: no small copy of {config.model_type} could be made ({reason})."
-    skeleton = Skeleton(small, torch.float32)
-    found_loss, found = streamed(skeleton, dict(model.state_dict()), batch)
     name = type(model).__name__
+    try:
+        found_loss, found = streamed(Skeleton(small, torch.float32), dict(model.state_dict()), batch)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(f"{name} cannot be streamed: {reason}") from error
     if not abs(found_loss - loss) <= _TOLERANCE * abs(loss):
         raise UnsupportedModelError(f"{name} cannot be streamed: the loss is {found_loss:.5f} and should be {loss:.5f}.")
     for parameter, expected in gradients.items():
