@@ -78,7 +78,7 @@ def head() -> str:
     return f'<script>{source}</script>\n<script defer src="/gradio_api/file={PLOTLY_JS.as_posix()}"></script>'
 
 
-def launch(demo: gr.Blocks, host: str, port: int | None = None, password: str | None = None, browser: bool = False) -> str:
+def launch(demo: gr.Blocks, host: str = "127.0.0.1", port: int | None = None, password: str | None = None, browser: bool = False) -> str:
     """Serve `demo` from threads of this process and return its address. MegaTrainError if others could use it without a password."""
     if not is_local(host) and not password:
         raise MegaTrainError(

@@ -74,7 +74,7 @@ def run_head(feeds: Feeds) -> gr.HTML:
         "<div class='nothing mt-empty' hidden></div><div class='something'><div class='top'></div><div class='notes'></div>"
         "<div class='why'></div><ol class='chain'></ol><div class='numbers'></div></div>"
     )
-    return _widget("head.js", template, [runs, diagnostics, acting(feeds)], section("monitor"), elem_classes=["run-head"])
+    return _widget("head.js", template, [runs, diagnostics, acting(feeds)], section("monitor"), elem_id="run-head")
 
 
 def live_charts(feeds: Feeds) -> gr.HTML:
@@ -86,18 +86,18 @@ def live_charts(feeds: Feeds) -> gr.HTML:
 
     template = "<div class='chart-bar'></div><div class='chart-grid'></div>"
     names = list(charts.CHARTS)
-    return _widget("charts.js", template, [poll], section("charts"), value={"run": ""}, names=names, elem_classes=["live-charts"])
+    return _widget("charts.js", template, [poll], section("charts"), value={"run": ""}, names=names, elem_id="live-charts")
 
 
 def log_view() -> gr.HTML:
     """The end of worker.log; hears the page's poll."""
     template = "<div class='log-bar'></div><div class='log-body'></div>"
-    return _widget("log.js", template, [], section("monitor"), elem_classes=["log-view"])
+    return _widget("log.js", template, [], section("monitor"), elem_id="log-view")
 
 
 def event_list() -> gr.HTML:
     """What happened in the run; hears the page's poll."""
-    return _widget("events.js", "<div class='events'></div>", [], section("monitor"), elem_classes=["event-view"])
+    return _widget("events.js", "<div class='events'></div>", [], section("monitor"), elem_id="event-view")
 
 
 def _widget(file: str, template: str, functions: list[Callable[[Any], Any]], texts: dict[str, str], **properties: Any) -> gr.HTML:

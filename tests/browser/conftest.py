@@ -1,0 +1,66 @@
+"""A dashboard in this process over a workspace of fake runs, and a page that fails the test when it errs or calls abroad."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Page
+
+from tests.ui.fake_runs import FakeRun
+from ui.dashboard import build
+from ui.server import launch
+
+
+class Dashboard:
+    """One workspace, and a server over it that can be stopped and started again on its port."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.runs: list[FakeRun] = []
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        self.demo = build(self.workspace)
+        self.address = launch(self.demo, port=urlsplit(self.address).port)
+
+    def stop(self) -> None:
+        self.demo.close(verbose=False)
+
+    def run(self, name: str = "", **options) -> FakeRun:
+        self.runs.append(FakeRun(self.workspace, name, **options))
+        return self.runs[-1]
+
+    def link(self, view: str = "monitor", run: FakeRun | None = None, theme: str = "light") -> str:
+        chosen = f"&run={run.run_id}" if run else ""
+        return f"{self.address}?view={view}{chosen}&__theme={theme}"
+
+
+@pytest.fixture
+def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
+    found = Dashboard(tmp_path)
+    yield found
+    found.stop()
+    for run in found.runs:
+        run.close()
+
+
+@pytest.fixture
+def page(page: Page) -> Iterator[Page]:
+    """pytest-playwright's page, with patience for a busy machine; errors in the console and requests to others are failures."""
+    page.set_default_timeout(60_000)
+    abroad: list[str] = []
+    faults: list[str] = []
+    page.on("request", lambda request: abroad.append(request.url) if _is_abroad(request.url) else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.faults = faults
+    yield page
+    assert not abroad, f"requests left the machine: {abroad}"
+    assert not faults, f"errors in the page: {faults}"
+
+
+def _is_abroad(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https", "ws", "wss") and parts.hostname not in ("127.0.0.1", "localhost")
