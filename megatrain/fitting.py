@@ -205,13 +205,17 @@ def _most_resident(problem: Problem, cuts: list[Plan]) -> tuple[Plan, int] | Non
     """(plan, blocks wholly in VRAM) with the most such blocks that any cut allows; the first cut among equals."""
     best: tuple[Plan, int] | None = None
     for cut in cuts:
-        resident = _most(problem.num_blocks, lambda count, cut=cut: problem.fits_vram(_with_blocks(problem, cut, count, 0)))
+        resident = _most(problem.num_blocks, partial(_fits_vram, problem, cut))
         if resident is None or (best and resident <= best[1]):
             continue
         candidate = _with_blocks(problem, cut, resident, 0)
         if problem.fits(candidate):
             best = candidate, resident
     return best
+
+
+def _fits_vram(problem: Problem, cut: Plan, resident: int) -> bool:
+    return problem.fits_vram(_with_blocks(problem, cut, resident, 0))
 
 
 def _spend_rest(problem: Problem, found: Plan, resident: int) -> Plan:
@@ -269,6 +273,6 @@ def least(problem: Problem) -> Ledger:
     if not problem.config.memory.group_micro_batches:
         sizes = sizes[-1:]
     for cut in (cut for packs in sizes for cut in _cuts(problem, packs)):
-        resident = _most(problem.num_blocks, lambda count, cut=cut: problem.fits_vram(_with_blocks(problem, cut, count, 0)))
+        resident = _most(problem.num_blocks, partial(_fits_vram, problem, cut))
         tried.append(problem.ledger(_with_blocks(problem, cut, resident or 0, 0)))
     return min(tried, key=lambda sums: (max(0, sums.vram_bytes - problem.budget.vram_bytes), sums.ram_bytes))

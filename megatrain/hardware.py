@@ -119,7 +119,7 @@ def read_machine(workspace: Path) -> Machine:
         cpu_cores=cores,
         disk_total_bytes=disk.total,
         disk_free_bytes=disk.free,
-        cpu_rates=measured.get(CPU) or cpu_rates(cores),
+        cpu_rates=measured.get(CPU) or cpu_rates(cores, _has_bf16_units()),
         system=f"{system.system()} {system.release()}",
         driver_version=driver,
         torch_cuda=read_torch_cuda(),
@@ -201,13 +201,20 @@ def _usable_cores() -> int:
 
 
 def _cpu_name() -> str:
+    return _cpuinfo("model name") or system.processor() or system.machine()
+
+
+def _has_bf16_units() -> bool:
+    return bool({"avx512_bf16", "amx_bf16"} & set(_cpuinfo("flags").split()))
+
+
+def _cpuinfo(field_name: str) -> str:
+    """One line of what Linux tells of the first core; empty elsewhere."""
     try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
-        pass
-    return system.processor() or system.machine()
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == field_name), "")
 
 
 def read_torch_cuda() -> str | None:

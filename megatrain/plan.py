@@ -89,5 +89,5 @@ class Plan:
         raw = json.loads(text)
         placements = tuple(Placement(**{k: Tier(v) for k, v in p.items()}) for p in raw.pop("placements"))
         predicted = Predicted(**raw.pop("predicted"))
-        tiers = {key: Tier(raw.pop(key)) for key in ("inputs_tier", "accumulators_tier")}
-        return Plan(placements=placements, predicted=predicted, **tiers, **raw)
+        inputs, sums = Tier(raw.pop("inputs_tier")), Tier(raw.pop("accumulators_tier"))
+        return Plan(placements=placements, predicted=predicted, inputs_tier=inputs, accumulators_tier=sums, **raw)
