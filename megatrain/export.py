@@ -31,7 +31,7 @@ COMPANIONS = (
     "*.model", "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
     "generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-QUESTION = "What is a good way to start the day?"
+QUESTION = "What is the capital of France?"  # any chat model answers it in one sentence, so that its end shows
 ANSWER_TOKENS = 64
 
 
