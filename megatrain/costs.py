@@ -1,4 +1,4 @@
-"""Every byte, FLOP and time formula, each with its reason. Planner and engine share them: what one predicts the other allocates.
+"""Every byte formula, each with its reason: what the planner predicts is what the engine allocates.
 
 The byte ledger is the list of functions that end in `_bytes`. All but the two that describe one block take `work` (what
 a step does) and `plan` (where states live and how the step is cut) and return bytes on the device, unless the name says
@@ -12,7 +12,6 @@ from functools import cached_property
 from megatrain.config import RunConfig
 from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.precision import DTYPE_BYTES, Precision, precision_named
-from megatrain.rates import Rates
 from megatrain.shape import BlockShape, ModelShape
 from megatrain.units import GIB
 
@@ -24,10 +23,12 @@ ALIGNMENT_BYTES = 256  # what each of them may lose in a buffer of weights
 ALIGNMENT_ELEMENTS = 64  # what each of them may lose in an array of gradients, masters or moments
 ACCUMULATOR_BYTES = 4  # gradients are summed in fp32
 PARK_CHUNK_ELEMENTS = 64 * 1024**2  # elements converted and sent down at once
+UPDATE_PIECE_ELEMENTS = 16 * 1024**2  # elements that the GPU updates at once
+UPDATE_TEMPORARIES = 6  # gradient, clipped gradient, merged master and its parts, denominator
 HIDDEN_SPARES = 4  # hidden states alive besides one per micro-batch: input, output and gradient of each, of the one in work
 GRAPH_WIDTHS = 34  # saved and transient values of an eager layer, in units of its width: norms in fp32, q/k/v, rotary, residuals
 GRAPH_INTERMEDIATES = 6  # the same of a gated MLP, in units of its intermediate size: gate, up, act, product, two gradients
-GRAPH_SCORES = 3  # copies of the score matrix when attention is not fused: scores, probabilities, gradient
+GRAPH_SCORES = 6  # the score matrix where it is kept, in compute type: scores, probabilities in fp32, their gradients
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,6 @@ class Work:
             runs[len(runs) - same :] = [(end, block)]
         return tuple(runs)
 
-    @property
-    def fused_attention(self) -> bool:
-        """Whether attention keeps no score matrix: the packed kernels need a GPU and bfloat16."""
-        return self.on_gpu and self.precision.compute_dtype == "bfloat16"
-
 
 def micro_batches(work: Work, plan: Plan) -> int:
     """Micro-batches of a step; the last may hold fewer packs."""
@@ -104,8 +100,8 @@ def micro_batch_tokens(work: Work, plan: Plan) -> int:
 
 
 def group_tokens(work: Work, plan: Plan) -> int:
-    """Tokens whose layer inputs are stored at once."""
-    return min(work.packs_per_step, plan.group_micro_batches * plan.micro_batch_packs) * work.sequence_length
+    """Tokens whose layer inputs are stored at once; every micro-batch has room for as many as the largest."""
+    return min(plan.group_micro_batches, micro_batches(work, plan)) * micro_batch_tokens(work, plan)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -134,14 +130,14 @@ def state_bytes(block: BlockShape, kind: Kind, work: Work) -> int:
 
 def resident_bytes(work: Work, plan: Plan, kind: Kind, tier: Tier) -> int:
     """All blocks' homes of one kind on one tier."""
-    return sum(count * state_bytes(block, kind, work) for block, placement, count in _placed(work, plan) if placement.tier(kind) is tier)
+    return sum(count * state_bytes(block, kind, work) for block, placement, count in placed(work, plan) if placement.tier(kind) is tier)
 
 
 def weight_copy_host_bytes(work: Work, plan: Plan) -> int:
     """Host copies of weights whose home is VRAM while the CPU updates them."""
     return sum(
         count * block_weight_bytes(block, work.precision)
-        for block, placement, count in _placed(work, plan)
+        for block, placement, count in placed(work, plan)
         if placement.weights is Tier.VRAM and not placement.updated_on_device
     )
 
@@ -150,8 +146,8 @@ def weight_copy_host_bytes(work: Work, plan: Plan) -> int:
 def weight_slot_bytes(work: Work, plan: Plan) -> int:
     """Ring of slots for streamed layers: each takes the largest of them; nothing when none is streamed."""
     edges = _edges(work)
-    streamed = [block_weight_bytes(block, work.precision) for block, _ in _streamed(work, plan) if block not in edges]
-    return plan.weight_slots * max(streamed, default=0)
+    layers = {block_weight_bytes(block, work.precision): count for block, count in streamed(work, plan) if block not in edges}
+    return min(plan.weight_slots, sum(layers.values())) * max(layers, default=0)
 
 
 def edge_slot_bytes(work: Work, plan: Plan) -> int:
@@ -160,8 +156,8 @@ def edge_slot_bytes(work: Work, plan: Plan) -> int:
     A tied head computes with the embedding's weights, so both are needed at once; untied, one slot serves one after the other.
     """
     edges = _edges(work)
-    streamed = [block_weight_bytes(block, work.precision) for block, _ in _streamed(work, plan) if block in edges]
-    return sum(streamed) if work.shape.tied_head else max(streamed, default=0)
+    sizes = [block_weight_bytes(block, work.precision) for block, _ in streamed(work, plan) if block in edges]
+    return sum(sizes) if work.shape.tied_head else max(sizes, default=0)
 
 
 def accumulator_bytes(work: Work, plan: Plan) -> int:
@@ -184,15 +180,25 @@ def accumulator_host_bytes(work: Work, plan: Plan) -> int:
 
 
 def park_ring_bytes(work: Work, plan: Plan) -> int:
-    """Two chunks in which fp32 sums become parked gradients, on their way to RAM or to a narrower type."""
-    if work.gradient_dtype == "float32" and all(placement.grads is Tier.VRAM for _, placement in plan.placement_runs):
+    """Two chunks in which fp32 sums become narrower gradients on their way to RAM."""
+    if work.gradient_dtype == "float32" or all(placement.grads is Tier.VRAM for _, placement in plan.placement_runs):
         return 0
     return 2 * min(work.largest_block, PARK_CHUNK_ELEMENTS) * work.gradient_bytes
 
 
 def update_staging_bytes(work: Work, plan: Plan) -> int:
-    """Device copies of states that rest in RAM while the device updates their block: one of the largest for each kind."""
-    return _staging(work, plan, lambda placement: placement.updated_on_device, Tier.VRAM, tuple(Kind))
+    """Device copies of states that rest in RAM while the device updates their block: one of the largest for each kind.
+
+    Weights have their slot already.
+    """
+    return _staging(work, plan, lambda placement: placement.updated_on_device, Tier.VRAM, (Kind.MASTERS, Kind.GRADS))
+
+
+def update_scratch_bytes(work: Work, plan: Plan) -> int:
+    """fp32 temporaries of an update on the GPU, which works on a piece at a time; on the CPU pieces are small."""
+    if not work.on_gpu or not any(placement.updated_on_device for _, placement in plan.placement_runs):
+        return 0
+    return UPDATE_TEMPORARIES * 4 * min(work.largest_block, UPDATE_PIECE_ELEMENTS)
 
 
 def update_staging_host_bytes(work: Work, plan: Plan) -> int:
@@ -216,9 +222,21 @@ def layer_graph_bytes(work: Work, plan: Plan) -> int:
     """What the recompute of one layer keeps for its backward, for one micro-batch: an upper bound for eager kernels."""
     shape = work.shape
     per_token = GRAPH_WIDTHS * max(shape.hidden_size, shape.num_heads * shape.head_dim) + GRAPH_INTERMEDIATES * shape.intermediate_size
-    if not work.fused_attention:
+    if shape.eager_attention:
         per_token += GRAPH_SCORES * shape.num_heads * work.sequence_length
     return micro_batch_tokens(work, plan) * per_token * work.precision.weight_bytes
+
+
+def layer_call_bytes(work: Work, plan: Plan) -> int:
+    """What layers are called with besides hidden states, kept for every micro-batch of a group: masks and rotary tables.
+
+    A mask is a row of S values per token: bits as bytes, or numbers where the score matrix is kept. Layers of several
+    kinds (sliding and full attention) have a mask each.
+    """
+    kinds = min(2, len({layer.kind for layer in work.shape.layers}))
+    mask = work.sequence_length * (work.precision.weight_bytes if work.shape.eager_attention else 1)
+    rotary = 2 * work.shape.head_dim * work.precision.weight_bytes
+    return group_tokens(work, plan) * kinds * (mask + rotary)
 
 
 def parameter_gradient_bytes(work: Work) -> int:
@@ -232,9 +250,9 @@ def loss_chunk_rows(vocab_size: int) -> int:
 
 
 def logits_chunk_bytes(work: Work, plan: Plan) -> int:
-    """One chunk: logits and their gradient in fp32, and both in the compute type."""
+    """One chunk: log-probabilities and two gradients in fp32, logits and their gradient in the compute type."""
     rows = min(loss_chunk_rows(work.shape.vocab_size), micro_batch_tokens(work, plan))
-    return rows * work.shape.vocab_size * (4 + 4 + 2 * work.precision.weight_bytes)
+    return rows * work.shape.vocab_size * (3 * 4 + 2 * work.precision.weight_bytes)
 
 
 # ---- the sum ---------------------------------------------------------------------------------------------------------
@@ -262,6 +280,7 @@ def ledger(work: Work, plan: Plan) -> Ledger:
     device["activations"] = (
         hidden_state_bytes(work, plan)
         + layer_graph_bytes(work, plan)
+        + layer_call_bytes(work, plan)
         + parameter_gradient_bytes(work)
         + logits_chunk_bytes(work, plan)
         + (inputs if plan.inputs_tier is Tier.VRAM else 0)
@@ -272,6 +291,7 @@ def ledger(work: Work, plan: Plan) -> Ledger:
         + accumulator_bytes(work, plan)
         + park_ring_bytes(work, plan)
         + update_staging_bytes(work, plan)
+        + update_scratch_bytes(work, plan)
     )
     device["context"] = GPU_CONTEXT_BYTES if work.on_gpu else 0
     host["weights"] += weight_copy_host_bytes(work, plan)
@@ -288,93 +308,12 @@ def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
     return shape.num_params * precision.kept_bytes + sum(block.buffer_bytes for block in shape.blocks)
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class StepTimes:
-    """Predicted seconds of one step. `lanes` says how long each of compute, h2d, d2h and optimizer set the pace."""
-
-    lanes: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.lanes.values())
-
-    @property
-    def bottleneck(self) -> str:
-        return max(self.lanes, key=lambda lane: self.lanes[lane])
-
-
-def forward_flops(work: Work) -> tuple[float, float]:
-    """(layers, head) of a step's forward: 2 per weight and token, and attention's 2·L·H·S per token (causal, full documents)."""
-    layers, attention_width = work.shape.layers, work.shape.num_heads * work.shape.head_dim
-    attention = 2 * len(layers) * attention_width * work.sequence_length
-    per_token = 2 * sum(layer.linear_params for layer in layers) + attention
-    return float(per_token * work.step_tokens), float(2 * work.shape.blocks[-1].linear_params * work.step_tokens)
-
-
-def optimizer_traffic_bytes(work: Work) -> int:
-    """Memory traffic per parameter of one fused update: all kept states read and written, the gradient read."""
-    return 2 * work.precision.kept_bytes + work.gradient_bytes
-
-
-def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
-    """Forward and backward last as long as their slowest lane; updates run inside the forward, which is their only window.
-
-    Weights cross the bus twice per group, gradients once per step; the head is not recomputed. Without a GPU nothing
-    overlaps and lanes add up.
-    """
-    layers, head = (count / rates.compute_flops_per_s[work.precision.compute_dtype] for count in forward_flops(work))
-    layers = max(layers, rates.layer_overhead_s / 4 * len(work.shape.layers) * micro_batches(work, plan))
-    weights = groups(work, plan) * sum(count * block_weight_bytes(block, work.precision) for block, count in _streamed(work, plan))
-    inputs = len(work.shape.layers) * work.step_tokens * work.shape.hidden_size * work.precision.weight_bytes
-    inputs = inputs if plan.inputs_tier is Tier.RAM else 0
-    sums = accumulator_host_bytes(work, plan) * (groups(work, plan) - 1)
-    on_device = sum(count * block.num_params for block, placement, count in _placed(work, plan) if placement.updated_on_device)
-    on_host = work.shape.num_params - on_device
-    up, down = _update_transfers(work, plan)
-    forward = {
-        "compute": layers + head,
-        "h2d": weights + up,
-        "d2h": down + inputs,
-        "optimizer": on_host * (optimizer_traffic_bytes(work) + work.precision.weight_bytes) / rates.host_bytes_per_s,
-    }
-    backward = {
-        "compute": 3 * layers + 2 * head,
-        "h2d": weights + inputs + sums,
-        "d2h": resident_bytes(work, plan, Kind.GRADS, Tier.RAM) + sums,
-    }
-    lanes = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "optimizer": on_device * optimizer_traffic_bytes(work) / rates.device_bytes_per_s}
-    for phase in (forward, backward):
-        both = phase["h2d"] > 0 and phase["d2h"] > 0 and work.on_gpu
-        phase["h2d"] /= rates.duplex_bytes_per_s if both else rates.h2d_bytes_per_s
-        phase["d2h"] /= rates.duplex_bytes_per_s if both else rates.d2h_bytes_per_s
-        slowest = max(phase, key=lambda lane: phase[lane])
-        for lane in [slowest] if work.on_gpu else phase:
-            lanes[lane] += phase[lane]
-    return StepTimes(lanes)
-
-
-def _update_transfers(work: Work, plan: Plan) -> tuple[int, int]:
-    """(up, down) bytes that a step's updates move: states that do not rest where their block is updated."""
-    up = down = 0
-    for block, placement, count in _placed(work, plan):
-        home = Tier.VRAM if placement.updated_on_device else Tier.RAM
-        for kind in Kind:
-            away = placement.tier(kind) is not home
-            moved = count * state_bytes(block, kind, work) if away else 0
-            to_update, back = (moved, 0 if kind is Kind.GRADS else moved)
-            if kind is Kind.WEIGHTS and not placement.updated_on_device:
-                to_update = 0  # the host has a copy of them
-            up, down = (up + to_update, down + back) if home is Tier.VRAM else (up + back, down + to_update)
-    return up, down
-
-
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 def _sizes(block: BlockShape) -> tuple[int, int, int]:
     return block.num_params, block.fp32_params, block.buffer_bytes
 
 
-def _placed(work: Work, plan: Plan) -> Iterator[tuple[BlockShape, Placement, int]]:
+def placed(work: Work, plan: Plan) -> Iterator[tuple[BlockShape, Placement, int]]:
     """(block, placement, how many in a row), so that a formula need not visit every layer."""
     blocks, placements = iter(work.block_runs), iter(plan.placement_runs)
     (block_end, block), (placement_end, placement), start = next(blocks), next(placements), 0
@@ -394,12 +333,13 @@ def _edges(work: Work) -> tuple[BlockShape, BlockShape]:
     return work.shape.blocks[0], work.shape.blocks[-1]
 
 
-def _streamed(work: Work, plan: Plan) -> list[tuple[BlockShape, int]]:
-    return [(block, count) for block, placement, count in _placed(work, plan) if placement.weights is not Tier.VRAM]
+def streamed(work: Work, plan: Plan) -> list[tuple[BlockShape, int]]:
+    """(block, how many in a row) of those whose weights are not in VRAM."""
+    return [(block, count) for block, placement, count in placed(work, plan) if placement.weights is not Tier.VRAM]
 
 
 def _staging(work: Work, plan: Plan, updated_here: Callable[[Placement], bool], home: Tier, kinds: tuple[Kind, ...]) -> int:
-    updated = [(block, placement) for block, placement, _ in _placed(work, plan) if updated_here(placement)]
+    updated = [(block, placement) for block, placement, _ in placed(work, plan) if updated_here(placement)]
     return sum(
         max((state_bytes(block, kind, work) for block, placement in updated if placement.tier(kind) is not home), default=0)
         for kind in kinds

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 
-from megatrain import costs
+from megatrain import costs, timing
 from megatrain.config import RunConfig
 from megatrain.costs import Ledger, Work
 from megatrain.errors import ConfigError
@@ -106,7 +106,7 @@ class Problem:
             text = f"{config.data.sequence_length} is longer than the {shape.max_positions} positions of {shape.name}"
             raise ConfigError([("data.sequence_length", text)], f"Set it to {shape.max_positions} or less.")
         rates = machine.device_rates(limits.device)
-        per_layer = costs.forward_flops(work)[0] / max(1, len(shape.layers)) / rates.compute_flops_per_s[work.precision.compute_dtype]
+        per_layer = timing.forward_flops(work)[0] / max(1, len(shape.layers)) / rates.compute_flops_per_s[work.precision.compute_dtype]
         per_input = work.step_tokens * shape.hidden_size * work.precision.weight_bytes / rates.duplex_bytes_per_s
         return Problem(config, work, limits, work.on_gpu and 2 * per_input < per_layer)
 

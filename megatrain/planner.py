@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatrain import costs
+from megatrain import timing
 from megatrain.config import RunConfig
 from megatrain.errors import PlanError
 from megatrain.fitting import Budget, Problem, budget, least, search
@@ -49,7 +49,7 @@ def suggestions(config: RunConfig, shape: ModelShape, machine: Machine) -> list[
 
 def _predicted(problem: Problem, found: Plan, machine: Machine) -> Plan:
     sums = problem.ledger(found)
-    times = costs.step_times(problem.work, found, machine.device_rates(problem.budget.device))
+    times = timing.step_times(problem.work, found, machine.device_rates(problem.budget.device))
     return replace(
         found,
         predicted=Predicted(

@@ -40,6 +40,7 @@ class ModelShape:
     max_positions: int
     tied_head: bool
     blocks: tuple[BlockShape, ...]  # blocks[0] is the embedding, blocks[-1] the head
+    eager_attention: bool = False  # its score matrix is kept: soft-caps or sinks, which fused kernels lack
 
     @property
     def num_params(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain import costs
+from megatrain import costs, timing
 from megatrain.config import RunConfig
 from megatrain.costs import Work
 from megatrain.plan import Kind, Placement, Plan, Tier
@@ -79,30 +79,57 @@ def test_nothing_is_streamed_when_all_is_resident():
                                              "context": 1.5 * GIB}  # fmt: skip
 
 
-def test_the_park_ring_is_not_needed_when_fp32_gradients_stay():
-    assert costs.park_ring_bytes(work(gradient_dtype="float32"), plan(resident=30)) == 0
-    assert costs.park_ring_bytes(work(gradient_dtype="bfloat16"), plan(resident=30)) > 0
-    assert costs.park_ring_bytes(work(gradient_dtype="float32"), plan(resident=29)) == 2 * 64 * 1024**2 * 4
+def test_the_park_ring_narrows_what_goes_to_ram():
+    assert costs.park_ring_bytes(work(), plan(resident=29)) == 2 * 64 * 1024**2 * 2
+    assert costs.park_ring_bytes(work(), plan(resident=30)) == 0
+    assert costs.park_ring_bytes(work(gradient_dtype="float32"), plan()) == 0
+
+
+def test_a_ring_has_no_more_slots_than_streamed_layers():
+    assert costs.weight_slot_bytes(work(), plan(resident=28, weight_slots=3)) == LAYER_7B * 2 + SLACK
+
+
+def test_updates_on_the_gpu_need_room_for_one_piece():
+    assert costs.update_scratch_bytes(work(), plan(resident=1)) == 6 * 4 * 16 * 1024**2
+    assert costs.update_scratch_bytes(work(), plan()) == 0
+    assert costs.update_scratch_bytes(work(QWEN_1B5, "cpu"), plan(QWEN_1B5, resident=30)) == 0
+
+
+def test_the_engine_works_in_pieces_of_the_same_size():
+    from megatrain.engine import activations, adamw, gradients
+
+    assert costs.UPDATE_PIECE_ELEMENTS == adamw.DEVICE_PIECE
+    assert costs.PARK_CHUNK_ELEMENTS == gradients.PARK_ELEMENTS
+    assert costs.HIDDEN_SPARES == activations.POOL_SPARE
 
 
 def test_activations():
     job, layout = work(), plan(inputs_tier=Tier.RAM)
     assert costs.hidden_state_bytes(job, layout) == (4 + 4) * 4096 * 3584 * 2
     assert costs.stored_input_bytes(job, layout) == 28 * 16384 * 3584 * 2
-    assert costs.logits_chunk_bytes(job, layout) == 441 * 152064 * (4 + 4 + 2 * 2)
+    assert costs.logits_chunk_bytes(job, layout) == 441 * 152064 * (3 * 4 + 2 * 2)
     assert costs.parameter_gradient_bytes(job) == EDGE_7B * 2
     assert costs.layer_graph_bytes(job, layout) == 4096 * (34 * 3584 + 6 * 18944) * 2
+    assert costs.layer_call_bytes(job, layout) == 16384 * (1024 + 2 * 128 * 2)
     assert costs.ledger(job, layout).ram["activations"] == costs.stored_input_bytes(job, layout)
     in_vram = costs.ledger(job, replace(layout, inputs_tier=Tier.VRAM))
     assert in_vram.ram["activations"] == 0
     assert in_vram.vram["activations"] - costs.ledger(job, layout).vram["activations"] == costs.stored_input_bytes(job, layout)
 
 
-def test_scores_count_where_attention_is_not_fused():
+def test_scores_and_masks_of_numbers_count_where_attention_keeps_them():
+    eager = replace(QWEN_1B5, eager_attention=True)
     layout = plan(QWEN_1B5)
-    on_cpu = costs.layer_graph_bytes(work(QWEN_1B5, "cpu"), layout)
-    assert on_cpu - costs.layer_graph_bytes(work(QWEN_1B5), layout) == 4096 * 3 * 12 * 1024 * 2
-    assert costs.layer_graph_bytes(work(QWEN_1B5, precision="fp32"), layout) == 2 * on_cpu
+    scores = costs.layer_graph_bytes(work(eager), layout) - costs.layer_graph_bytes(work(QWEN_1B5), layout)
+    assert scores == 4096 * 6 * 12 * 1024 * 2
+    masks = costs.layer_call_bytes(work(eager), layout) - costs.layer_call_bytes(work(QWEN_1B5), layout)
+    assert masks == 16384 * 1024 * (2 - 1)
+
+
+def test_layers_of_two_kinds_have_a_mask_each():
+    blocks = tuple(replace(block, kind=f"kind{index % 3}") for index, block in enumerate(QWEN_1B5.blocks))
+    mixed = costs.layer_call_bytes(work(replace(QWEN_1B5, blocks=blocks)), plan(QWEN_1B5))
+    assert mixed == 2 * costs.layer_call_bytes(work(QWEN_1B5), plan(QWEN_1B5))
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(300, 4096), (32000, 2097), (152064, 441), (2_000_000, 64)])
@@ -121,10 +148,10 @@ def test_groups_keep_one_fp32_sum_for_every_parameter():
     assert costs.accumulator_bytes(job, in_ram) == 4 * (LAYER_7B + GAPS + EDGE_7B + 3584 + GAPS)
 
 
-def test_a_short_last_micro_batch_is_counted_as_what_it_is():
+def test_a_short_last_micro_batch_has_the_room_of_a_whole_one():
     job, layout = work(packs=10), plan(micro_batch_packs=4, group_micro_batches=8)
     assert costs.micro_batches(job, layout) == 3
-    assert costs.group_tokens(job, layout) == 10 * 1024
+    assert costs.group_tokens(job, layout) == 12 * 1024
 
 
 def test_the_cpu_needs_a_copy_of_weights_that_it_updates_and_that_live_in_vram():
@@ -136,7 +163,7 @@ def test_the_cpu_needs_a_copy_of_weights_that_it_updates_and_that_live_in_vram()
 def test_states_that_rest_elsewhere_are_staged_one_block_at_a_time():
     head = EDGE_7B + 3584 + GAPS
     from_ram = plan(placement=Placement(Tier.RAM, Tier.RAM, Tier.VRAM, Tier.VRAM))
-    assert costs.update_staging_bytes(work(), from_ram) == (EDGE_7B + 3584) * 2 + SLACK + head * 2
+    assert costs.update_staging_bytes(work(), from_ram) == head * 2
     assert costs.update_staging_host_bytes(work(), from_ram) == 0
     from_vram = plan(placement=Placement(Tier.VRAM, Tier.VRAM, Tier.VRAM, Tier.RAM))
     assert costs.update_staging_host_bytes(work(), from_vram) == head * 2 + head * 2
@@ -178,7 +205,7 @@ RATES = Rates({"bfloat16": 100e12, "float32": 20e12}, 25e9, 25e9, 20e9, 800e9, 5
 
 def test_a_large_step_is_limited_by_compute_with_full_recompute():
     job, layout = work(packs=256), plan(micro_batch_packs=16, group_micro_batches=16, inputs_tier=Tier.RAM)
-    times = costs.step_times(job, layout, RATES)
+    times = timing.step_times(job, layout, RATES)
     tokens = 256 * 1024
     layers = 28 * (LAYER_7B - 3584 - 512 * 2 - 2 * 3584)
     attention = 28 * 3584 * 1024
@@ -189,7 +216,7 @@ def test_a_large_step_is_limited_by_compute_with_full_recompute():
 
 def test_a_small_step_waits_for_the_optimizer_in_forward_and_for_the_bus_in_backward():
     job, layout = work(packs=1), plan(micro_batch_packs=1, group_micro_batches=1)
-    times = costs.step_times(job, layout, RATES)
+    times = timing.step_times(job, layout, RATES)
     update = 7_615_616_512 * (26 + 2) / 50e9
     weights = (7_615_616_512 * 2 + 30 * SLACK) / 20e9
     gradients = (7_615_616_512 + 30 * GAPS) * 2 / 20e9
@@ -200,12 +227,12 @@ def test_a_small_step_waits_for_the_optimizer_in_forward_and_for_the_bus_in_back
 def test_starting_kernels_takes_time_however_small_the_layers_are():
     job, layout = work(QWEN_1B5, packs=8), plan(QWEN_1B5, resident=30, micro_batch_packs=1, group_micro_batches=8)
     slow_start = replace(RATES, layer_overhead_s=10.0)
-    assert costs.step_times(job, layout, slow_start).lanes["compute"] == pytest.approx(10.0 * 28 * 8, rel=0.01)
+    assert timing.step_times(job, layout, slow_start).lanes["compute"] == pytest.approx(10.0 * 28 * 8, rel=0.01)
 
 
 def test_without_a_gpu_nothing_overlaps():
     job, layout = work(QWEN_1B5, "cpu", packs=1), plan(QWEN_1B5, resident=30, micro_batch_packs=1, group_micro_batches=1)
-    times = costs.step_times(job, layout, RATES)
+    times = timing.step_times(job, layout, RATES)
     assert times.lanes["compute"] > 0
     assert times.lanes["h2d"] == times.lanes["d2h"] == 0
     assert times.lanes["optimizer"] == pytest.approx(1_543_714_304 * 26 / 800e9)
@@ -216,11 +243,11 @@ def test_updates_move_only_what_rests_elsewhere():
     """Weights that the CPU updates go up once more; a device-updated block brings its states up and takes them back."""
     pack = {"micro_batch_packs": 1, "group_micro_batches": 1}
     slow_bus = replace(RATES, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6, duplex_bytes_per_s=1e6)
-    resident = costs.step_times(work(packs=1), plan(placement=Placement(weights=Tier.VRAM), **pack), slow_bus)
+    resident = timing.step_times(work(packs=1), plan(placement=Placement(weights=Tier.VRAM), **pack), slow_bus)
     weights, grads = 7_615_616_512 * 2 + 30 * SLACK, (7_615_616_512 + 30 * GAPS) * 2
     assert resident.lanes["h2d"] == pytest.approx(weights / 1e6)
     assert resident.lanes["d2h"] == pytest.approx(grads / 1e6)
-    staged = costs.step_times(work(packs=1), plan(placement=Placement(Tier.VRAM, Tier.RAM, Tier.VRAM, Tier.VRAM), **pack), slow_bus)
+    staged = timing.step_times(work(packs=1), plan(placement=Placement(Tier.VRAM, Tier.RAM, Tier.VRAM, Tier.VRAM), **pack), slow_bus)
     masters = grads  # as large, and both ways at once
     assert staged.lanes["h2d"] + staged.lanes["d2h"] == pytest.approx(masters / 1e6, rel=1e-6)
 

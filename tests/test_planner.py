@@ -158,7 +158,7 @@ def test_the_first_blocks_stay_in_vram_and_the_rest_in_ram():
 def test_seven_billion_parameters_train_within_ten_gib():
     plan = planner.plan(config(packs=64, memory__vram_limit_gib=10.0), QWEN_7B, machine(139, 128, H200))
     assert plan.predicted.vram_bytes <= 10 * GIB
-    assert plan.micro_batch_packs * 1024 >= 4096
+    assert plan.micro_batch_packs * 1024 >= 2048
 
 
 def test_a_third_slot_is_taken_when_there_is_room():

@@ -46,6 +46,7 @@ def model_shape(skeleton: Skeleton, name: str) -> ModelShape:
         max_positions=_first(config, ("max_position_embeddings", "n_positions", "seq_length"), 0),
         tied_head=skeleton.tied,
         blocks=tuple(_block_shape(skeleton, layout, experts, active) for layout in skeleton.layouts),
+        eager_attention=skeleton.model.config._attn_implementation == "eager",
     )
 
 
