@@ -306,7 +306,7 @@ class Trainer:
         self.report(Phase("save"))
         gates = {index: threading.Event() for index in range(len(self.engine.layouts))}
         blocks = [self._snapshot(index, gate) for index, gate in gates.items()]
-        self._writer.start(self.step, blocks, self._meta(), protect=self.job.resume_from)
+        self._writer.start(self.step, blocks, self._meta())
         self.engine.optimizer.gate(gates)
         self._saved_step, self._saved_time = self.step, time.monotonic()
 

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from megatrain.errors import UnsupportedModelError
 from megatrain.models.blocks import BlockLayout, lay_out
 from megatrain.models.template import kind_key
+from megatrain.models.weights import kept_in_fp32
 
 
 @dataclass
@@ -120,6 +121,10 @@ def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
         raise UnsupportedModelError(f"{type(model).__name__}: its buffer {on_meta[0]} is too large to be a table.")
+    for name, buffer in model.state_dict(keep_vars=True).items():  # some releases build these in the compute dtype
+        if not isinstance(buffer, nn.Parameter) and buffer.is_floating_point() and kept_in_fp32(model, name):
+            owner, _, attr = name.rpartition(".")
+            model.get_submodule(owner)._buffers[attr] = buffer.float()
     model.tie_weights()
     return model.train()
 
@@ -252,8 +257,7 @@ class Skeleton:
         params = self._meta_params
         buffers = dict(self.model.named_buffers())
         persistent = frozenset(self.model.state_dict().keys())
-        fp32_parts = tuple(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
-        fp32 = frozenset(n for n in params if any(part in n.split(".") for part in fp32_parts))
+        fp32 = frozenset(name for name in params if kept_in_fp32(self.model, name))
         decay = frozenset(n for n, p in params.items() if p.ndim >= 2 and "bias" not in n and n not in self._embedding_names())
         prefix = self.layer_path + "."
         blocks: list[tuple[str, str, list[str], dict[str, torch.Tensor]]] = [("embed", "embed", self.embed_names, {})]
