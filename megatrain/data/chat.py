@@ -10,13 +10,13 @@ positions. No id is ever taken for a role: a tokenizer whose padding is its end 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.adapt import shapes
+from megatrain.data.adapt import REASONING_UNSEEN, TOOLS_UNSEEN, shapes
 from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text
 from megatrain.data.spans import Span, char_spans, finish_span, has_every_turn
 from megatrain.errors import DataError
@@ -75,7 +75,7 @@ class Encoder:
         self.end_id: int | None = tokenizer.eos_token_id
         self.start_ids = _start_ids(tokenizer)
         self.end_ids, self.added_ids = _control_ids(tokenizer)
-        self._header = ""
+        self._header = self._trailer = ""
         self._learn_turns()
 
     @property
@@ -116,7 +116,7 @@ class Encoder:
     def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids that a model is to continue with its answer; the beginning of what training on that answer sees."""
         _, rendered = self._render(Conversation(messages, [False] * len(messages)), add_generation_prompt=True)
-        return self._ids_of([rendered + self._header])[0]
+        return self._ids_of([rendered])[0]
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
@@ -198,10 +198,12 @@ class Encoder:
     def _learn_turns(self) -> None:
         """Learns from an example how the template begins and ends an answer, where it does not say so itself.
 
-        The token at the end is not marked as special in every model; and a template that knows no generation prompt
-        writes the header of an answer only together with the answer.
+        The token at the end is not marked as special in every model. Of the templates that know no generation prompt,
+        some write the header of an answer only together with the answer (`_header`), and some write one at the end of
+        every conversation, answered or not (`_trailer`, which is taken off).
         """
         example = Conversation([{"role": "user", "content": "qqq"}, {"role": "assistant", "content": "zzz"}], [False, True])
+        self._trailer = self._written_always(self._part(example, 2, False) or "")
         whole, plain, header = self._part(example, 2, False), self._part(example, 1, False), self._part(example, 1, True)
         if whole is None or plain is None:
             return
@@ -210,6 +212,14 @@ class Encoder:
         if header == plain and whole.startswith(plain):
             between = whole[len(plain) : whole.find("zzz", len(plain))]
             self._header = between if between.strip() else ""
+
+    def _written_always(self, whole: str) -> str:
+        """What stands behind the end token of the answer `zzz`, if it is the header that stands before it, too."""
+        before, _, behind = whole.rpartition("zzz")
+        found = [(behind.find(token), len(token)) for token in map(self.tokenizer.convert_ids_to_tokens, self.added_ids) if token in behind]
+        start, length = min(found, default=(0, 0))
+        rest = behind[start + length :].lstrip()
+        return rest if rest and before.endswith(rest) else ""
 
     def _finish(self, span: Span, ids: list[int]) -> Span:
         return finish_span(span, ids, self.end_ids, self.added_ids, self._is_blank)
@@ -222,24 +232,36 @@ class Encoder:
         refusal: BadRow | None = None
         for note, shape in shapes(conversation):
             try:
-                text: str = self._apply(shape, shape.messages, add_generation_prompt=add_generation_prompt)
+                text = self._text_of(shape, shape.messages, add_generation_prompt)
             except BadRow as reason:
                 refusal = refusal or reason
                 continue
             if has_every_turn(shape, text):
-                if note:
-                    self.notes[note] += 1
+                self.notes.update(filter(None, [note, *self._unseen(shape, text)]))
                 return shape, text
             refusal = refusal or BadRow("the chat template leaves out a turn of the conversation")
         raise refusal or BadRow("the conversation is empty")
 
+    def _unseen(self, conversation: Conversation, text: str) -> Iterator[str]:
+        """What a conversation has besides its words and the template does not write."""
+        reasoning = [message["reasoning_content"].strip() for message in conversation.messages if "reasoning_content" in message]
+        if reasoning and not any(words in text for words in reasoning):
+            yield REASONING_UNSEEN
+        without = Conversation(conversation.messages, conversation.trained)
+        if conversation.tools and self._text_of(without, without.messages, False) == text:
+            yield TOOLS_UNSEEN
+
     def _part(self, conversation: Conversation, count: int, add_generation_prompt: bool) -> str | None:
         """The text of the first messages; None where the template refuses a conversation that stops there."""
         try:
-            text = self._apply(conversation, conversation.messages[:count], add_generation_prompt=add_generation_prompt) if count else None
-            return text + self._header if text is not None and add_generation_prompt else text
+            return self._text_of(conversation, conversation.messages[:count], add_generation_prompt) if count else None
         except BadRow:
             return None
+
+    def _text_of(self, conversation: Conversation, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """The text of some messages, with the header of an answer behind them only if it is asked for."""
+        text: str = self._apply(conversation, messages, add_generation_prompt=add_generation_prompt)
+        return text + self._header if add_generation_prompt else text.removesuffix(self._trailer)
 
     def _apply(self, conversation: Conversation, messages: list[dict[str, Any]], tokenize: bool = False, **kwargs: Any) -> Any:
         """The template's output for some of the messages: a string, or with `tokenize` a dict with `input_ids`."""

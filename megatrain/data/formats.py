@@ -4,6 +4,7 @@ Five formats are known; `detect` finds the one that the first rows fit. A row th
 text is the reason that the report counts: what was expected, in words that do not depend on the row.
 """
 
+import ast
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue
 PAIR_COLUMNS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("instruction", "response"),
                 ("query", "response"), ("problem", "solution"), ("input", "output"))  # fmt: skip
 TEXT_COLUMNS = ("text", "content", "document", "code")
+MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 
 class BadRow(Exception):
@@ -79,9 +81,9 @@ def detect(rows: Iterable[dict[str, Any]], text_column: str | None = None) -> st
     if {"chosen", "rejected"} <= names or {"chosen_messages", "rejected_messages"} <= names:
         raise DataError("The rows are preference pairs (chosen and rejected answers), which this training does not use.",
                         "Keep the chosen answers as `messages` or as prompt and completion.")  # fmt: skip
-    turns = next((columns[name] for name in TURN_COLUMNS if isinstance(_parsed(columns.get(name)), list)), None)
+    turns = next((found for found in (_turns(columns.get(name)) for name in TURN_COLUMNS) if isinstance(found, list)), None)
     if turns is not None:
-        first = next((turn for turn in _parsed(turns) if isinstance(turn, dict)), {})
+        first = next((turn for turn in turns if isinstance(turn, dict)), {})
         return "sharegpt" if "from" in first or "value" in first else "messages"
     if {"instruction", "output"} <= names:
         return "alpaca"
@@ -100,10 +102,21 @@ def read_row(row: Row, format: str, text_column: str | None = None) -> Example:
     if row.problem:
         raise BadRow(row.problem)
     values = {name.lower(): value for name, value in row.values.items() if isinstance(name, str)}
+    if format != "text":
+        _refuse(values)
     if format == "text":
         return _read_text(values, row, text_column)
     readers = {"alpaca": _read_alpaca, "sharegpt": _read_turns, "messages": _read_turns, "prompt_completion": _read_pair}
     return readers[format](values)
+
+
+def _refuse(values: dict[str, Any]) -> None:
+    """Rows whose words alone would teach something else than was meant."""
+    if values.get("label") is False:
+        raise BadRow("the row is marked as a bad answer (its `label` is false)")
+    media = next((name for name in MEDIA_COLUMNS if isinstance(values.get(name), (list, dict, bytes)) and values[name]), None)
+    if media:
+        raise BadRow(f"the row has something in `{media}`; only text can be trained")
 
 
 def _read_text(values: dict[str, Any], row: Row, text_column: str | None) -> Text:
@@ -156,7 +169,7 @@ def _read_pair(values: dict[str, Any]) -> Example:
 
 def _read_turns(values: dict[str, Any]) -> Conversation:
     name = next((column for column in TURN_COLUMNS if values.get(column) is not None), "")
-    turns = _parsed(values.get(name))
+    turns = _turns(values.get(name))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow("column `messages` or `conversations` must hold a list of turns")
     messages, trained = [], []
@@ -270,12 +283,22 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a cell that holds JSON as text, as CSV files and some Parquet files do; others as they are."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+    """The value of a cell that holds JSON, or a Python literal as pandas writes it, as text; others as they are."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    for parse in (json.loads, ast.literal_eval):
         try:
-            return json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
-            return value
+            return parse(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return value
+
+
+def _turns(value: Any) -> Any:
+    """The turns in a cell; a table of columns (as `datasets` stores a sequence of objects) becomes a list of turns."""
+    value = _parsed(value)
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        return [dict(zip(value, cells, strict=False)) for cells in zip(*value.values(), strict=False)]
     return value
 
 

@@ -9,6 +9,7 @@ import hashlib
 
 import numpy as np
 
+from megatrain.config import RunConfig
 from megatrain.data.batch import IGNORE_INDEX, PackedBatch
 from megatrain.data.cache import TokenCache
 from megatrain.data.packing import Packs, hash_order, pack_documents
@@ -20,21 +21,22 @@ MIN_ROWS_TO_HOLD_OUT = 20
 class Loader:
     """Endless batches of the training rows, and the packs of the held-out ones. Safe to use from several threads."""
 
-    def __init__(self, cache: TokenCache, sequence_length: int, packs_per_step: int, seed: int, eval_fraction: float,
-                 max_eval_packs: int, pad_id: int = 0) -> None:  # fmt: skip
-        self.sequence_length = sequence_length
-        self.packs_per_step = packs_per_step
-        self._cache, self._seed, self._pad_id, self._max_eval_packs = cache, seed, pad_id, max_eval_packs
-        held_out = held_out_rows(np.unique(cache.rows), eval_fraction, seed)
+    def __init__(self, cache: TokenCache, config: RunConfig, pad_id: int) -> None:
+        self.sequence_length = config.data.sequence_length
+        self.packs_per_step = config.packs_per_step
+        self._seed = config.train.seed
+        self._max_eval_packs = config.evaluation.max_packs
+        self._cache, self._pad_id = cache, pad_id
+        held_out = held_out_rows(np.unique(cache.rows), config.data.eval_fraction, self._seed)
         self.eval_rows = len(held_out)
         is_held_out = np.isin(cache.rows, held_out)
         self._train = self._packed(np.flatnonzero(~is_held_out))
         self._eval = self._packed(np.flatnonzero(is_held_out))
         self.num_packs = len(self._train)
-        self.steps_per_epoch = -(-self.num_packs // packs_per_step)
+        self.steps_per_epoch = -(-self.num_packs // self.packs_per_step)
         self.train_tokens = int(cache.lengths[~is_held_out].sum())
-        settings = f"{cache.checksum} {sequence_length} {packs_per_step} {seed} {eval_fraction!r} {max_eval_packs}"
-        self.fingerprint = hashlib.sha256(settings.encode()).hexdigest()
+        order = [self.sequence_length, self.packs_per_step, self._seed, config.data.eval_fraction, self._max_eval_packs]
+        self.fingerprint = hashlib.sha256(f"{cache.checksum} {order}".encode()).hexdigest()
         self._order: tuple[int, np.ndarray] | None = None
 
     def _packed(self, documents: np.ndarray) -> Packs:

@@ -76,8 +76,7 @@ def prepare(
 
 def _prepared(config: RunConfig, cache: TokenCache, cache_key: str) -> Prepared:
     details = dict(cache.details)
-    loader = Loader(cache, config.data.sequence_length, config.packs_per_step, config.train.seed, config.data.eval_fraction,
-                    config.evaluation.max_packs, details.pop("pad_id"))  # fmt: skip
+    loader = Loader(cache, config, details.pop("pad_id"))
     report = replace(DataReport.from_dict(details), eval_rows=loader.eval_rows, num_packs=loader.num_packs,
                      packing_efficiency=loader.packing_efficiency, cache_key=cache_key)  # fmt: skip
     return Prepared(loader, report)
@@ -121,7 +120,7 @@ def _details(format: str, source: Source, encoder: Encoder, tally: Tally) -> dic
     if encoder.used_template == "fallback":
         notes.append("The tokenizer has no chat template; conversations are written with the built-in one (### User, ### Assistant).")
     report = DataReport(format, source.name, tally.read, tally.kept, tally.cut, dict(tally.dropped), tally.examples, tally.tokens,
-                        tally.trained_tokens, template=encoder.used_template, notes=notes)  # fmt: skip
+                        tally.trained_tokens, tally.largest_id, template=encoder.used_template, notes=notes)  # fmt: skip
     return {**report.to_dict(), "pad_id": encoder.pad_id}
 
 
@@ -174,6 +173,7 @@ def _encode_batch(batch: list[tuple[int, Row]], config: DataConfig, format: str,
             writer.add(ids, mask, number)
             tally.tokens += len(ids)
             tally.trained_tokens += sum(mask[1:])
+            tally.largest_id = max(tally.largest_id, *ids)
         tally.kept += 1
         tally.cut += was_cut
     for number, row, fault in sorted(refused, key=lambda item: item[0]):

@@ -25,6 +25,7 @@ class DataReport:
     examples: dict[str, list[tuple[int, str]]]
     tokens: int
     trained_tokens: int
+    largest_id: int = 0  # the largest token id: a model must have more embeddings than this
     eval_rows: int = 0
     num_packs: int = 0
     packing_efficiency: float = 0.0  # real tokens / (packs x sequence length), training packs
@@ -54,7 +55,7 @@ class Tally:
     """Counts while rows are read."""
 
     def __init__(self) -> None:
-        self.read = self.kept = self.cut = self.tokens = self.trained_tokens = 0
+        self.read = self.kept = self.cut = self.tokens = self.trained_tokens = self.largest_id = 0
         self.dropped: Counter[str] = Counter()
         self.examples: dict[str, list[tuple[int, str]]] = {}
 

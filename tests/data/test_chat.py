@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatrain.data.adapt import SYSTEM_IN_USER, TOOLS_AS_TEXT
+from megatrain.data.adapt import REASONING_UNSEEN, SYSTEM_IN_USER, TOOLS_AS_TEXT, TOOLS_UNSEEN
 from megatrain.data.chat import Encoder, load_tokenizer
 from megatrain.data.files import Row
 from megatrain.data.formats import BadRow, Conversation, Pair, Text, read_row
@@ -22,6 +22,10 @@ GOLDEN = {
     "llama3": (tiny.LLAMA3, "<s><|start_header_id|>system<|end_header_id|>\n\nBe<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi"
                             "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n〔Yo<|eot_id|>〕<|start_header_id|>user<|end_header_id|>"
                             "\n\nOk?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n〔No.<|eot_id|>〕"),
+    "header always": (tiny.HEADER_ALWAYS,
+                      "<s><|start_header_id|>system<|end_header_id|>\n\nBe<|eot_id|><|start_header_id|>user<|end_header_id|>"
+                      "\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n〔Yo<|eot_id|>〕<|start_header_id|>user"
+                      "<|end_header_id|>\n\nOk?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n〔No.<|eot_id|>〕"),
     "mistral": (tiny.MISTRAL, "<s>[INST] Be\n\nHi [/INST]〔 Yo</s>〕[INST] Ok? [/INST]〔 No.</s>〕"),
     "gemma": (tiny.GEMMA, "<s><start_of_turn>user\nBe\n\nHi<end_of_turn>\n<start_of_turn>model\n〔Yo<end_of_turn>〕\n"
                           "<start_of_turn>user\nOk?<end_of_turn>\n<start_of_turn>model\n〔No.<end_of_turn>〕\n"),
@@ -120,6 +124,14 @@ def test_tool_calls_and_results_are_written_as_text_where_a_template_has_no_plac
     text = marked(tokens, encoder.encode(conversation(messages)))
     assert '〔 <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call></s>〕[INST] 2 [/INST]〔 Two</s>〕' in text
     assert dict(encoder.notes) == {TOOLS_AS_TEXT: 1}
+
+
+def test_what_a_template_does_not_write_is_said() -> None:
+    encoder = Encoder(tiny.tokenizer(tiny.CHATML))
+    messages = chat("Hi", "Yo")
+    messages[1]["reasoning_content"] = "Hm"
+    encoder.encode(Conversation(messages, [False, True], [{"type": "function", "function": {"name": "f"}}]))
+    assert set(encoder.notes) == {TOOLS_UNSEEN, REASONING_UNSEEN}
 
 
 def test_a_system_prompt_moves_only_where_the_template_refuses_it() -> None:

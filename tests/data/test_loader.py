@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.config import DataConfig, EvalConfig, RunConfig, TrainConfig
 from megatrain.data.batch import IGNORE_INDEX, PackedBatch
 from megatrain.data.cache import CacheWriter, TokenCache, open_cache
 from megatrain.data.loader import Loader, held_out_rows
@@ -25,8 +26,11 @@ def cached(folder: Path, documents: list[tuple[list[int], list[bool]]], rows: li
     return cache
 
 
-def loader(cache: TokenCache, length: int = 16, packs: int = 3, seed: int = 0, fraction: float = 0.0, max_eval: int = 64) -> Loader:
-    return Loader(cache, length, packs, seed, fraction, max_eval, pad_id=0)
+def loader(cache: TokenCache, length: int = 16, packs: int = 3, seed: int = 0, fraction: float = 0.0, max_eval: int = 64,
+           pad_id: int = 0) -> Loader:  # fmt: skip
+    config = RunConfig(data=DataConfig(sequence_length=length, eval_fraction=fraction), evaluation=EvalConfig(max_packs=max_eval),
+                       train=TrainConfig(global_batch_tokens=packs * length, seed=seed))  # fmt: skip
+    return Loader(cache, config, pad_id)
 
 
 def numbered(count: int, lengths: tuple[int, ...] = (3, 5, 7, 11)) -> list[tuple[list[int], list[bool]]]:
@@ -45,7 +49,7 @@ def tokens(batch: PackedBatch) -> list[int]:
 
 def epoch_tokens(made: Loader, epoch: int) -> list[int]:
     """The tokens of one epoch, by asking for its packs through the steps that hold them."""
-    single = Loader(made._cache, made.sequence_length, 1, made._seed, 0.0, 64)
+    single = loader(made._cache, made.sequence_length, packs=1, seed=made._seed)
     return [index for step in range(epoch * single.num_packs, (epoch + 1) * single.num_packs) for index in tokens(single.step_batch(step))]
 
 
@@ -61,7 +65,7 @@ def test_labels_positions_and_padding_token_by_token(tmp_path: Path) -> None:
 
 
 def test_a_padding_id_that_is_the_end_token_hides_no_label(tmp_path: Path) -> None:
-    made = Loader(cached(tmp_path / "c", [([5, 6, 2], [False, True, True])]), 6, 1, 0, 0.0, 1, pad_id=2)
+    made = loader(cached(tmp_path / "c", [([5, 6, 2], [False, True, True])]), length=6, packs=1, pad_id=2)
     assert made.step_batch(0).labels.tolist() == [[6, 2, X, X, X, X]]
 
 

@@ -55,6 +55,7 @@ def test_rows_become_batches_and_a_report(tmp_path: Path, chatml: Path) -> None:
     assert report.examples["column `completion` is missing or empty"] == [(32, 'a.jsonl line 32: {"prompt": "q", "completion": " "}')]
     assert (report.format, report.template, report.eval_rows, report.notes) == ("prompt_completion", "tokenizer", 1, [])
     assert 0 < report.trained_tokens < report.tokens
+    assert report.largest_id == 261  # <|im_end|>
     assert 0.5 < report.packing_efficiency <= 1
     assert DataReport.from_json(report.to_json()) == report
     assert (phases[0], phases[-1]) == (Phase("tokenise", 0, 0, "rows"), Phase("tokenise", 35, 35, "rows"))

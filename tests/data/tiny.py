@@ -20,6 +20,7 @@ LLAMA3 = (
     "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
+HEADER_ALWAYS = LLAMA3.replace("{% if add_generation_prompt %}", "").replace("{% endif %}", "")  # the first Llama 3 was published so
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
@@ -58,6 +59,7 @@ PLAIN = (  # no special token but the tokenizer's own end token; the space befor
 DATED = "{{ 'Today is ' + strftime_now('%d %b %Y') + '\\n' }}" + CHATML
 
 SPECIALS = {
+    HEADER_ALWAYS: ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     CHATML: ("<|im_start|>", "<|im_end|>"), THINKING: ("<|im_start|>", "<|im_end|>"), OPEN_THINKING: ("<|im_start|>", "<|im_end|>"),
     MARKED: ("<|im_start|>", "<|im_end|>"), LLAMA3: ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     MISTRAL: ("[INST]", "[/INST]"), GEMMA: ("<start_of_turn>", "<end_of_turn>"), ENDLESS: ("<|user|>", "<|assistant|>", "<|system|>"),
