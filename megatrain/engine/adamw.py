@@ -13,7 +13,7 @@ from megatrain.engine.codecs import merge_master, split_master
 from megatrain.models.blocks import BlockLayout
 
 _PIECE_PER_THREAD = 1 << 17  # elements: what a CPU core's cache holds of all states
-_DEVICE_PIECE = 1 << 24
+DEVICE_PIECE = 1 << 24  # on the GPU: what its temporaries may take
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def update_block(
     grads: [numel] bf16 or fp32, kept. exp_avg, exp_avg_sq: [numel] fp32.
     """
     segment_a, segment_b = layout.segment_a(weights), layout.segment_b(weights)
-    piece = _PIECE_PER_THREAD * torch.get_num_threads() if weights.device.type == "cpu" else _DEVICE_PIECE
+    piece = _PIECE_PER_THREAD * torch.get_num_threads() if weights.device.type == "cpu" else DEVICE_PIECE
     for first, last, decay in layout.decay_ranges():
         for start in range(first, last, piece):
             stop = min(start + piece, last)
