@@ -148,8 +148,8 @@ def nest(raw: Sequence[Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
             continue
         place = nested
         *sections, name = key.split(".")
-        for section in sections:
-            place = place.setdefault(section, {})
+        for part in sections:
+            place = place.setdefault(part, {})
         place[name] = found
     return nested, problems
 
