@@ -68,7 +68,7 @@ def export(
     """
     from megatrain.engine import checkpoint as checkpoints
     from megatrain.models.inspect import read_config
-    from megatrain.models.skeleton import build_meta_model
+    from megatrain.models.meta import build_meta_model
 
     started = time.monotonic()
     if dtype not in DTYPES:

@@ -32,7 +32,8 @@ from megatrain.models.blocks import layout_record
 from megatrain.models.check import self_check
 from megatrain.models.initial import initial_tensors
 from megatrain.models.inspect import read_config
-from megatrain.models.skeleton import Skeleton, build_meta_model
+from megatrain.models.meta import build_meta_model
+from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import WeightSource
 from megatrain.plan import Placement, Plan, Tier
 from megatrain.precision import precision_named

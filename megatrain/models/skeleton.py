@@ -7,22 +7,20 @@ What this cannot describe is refused by name. T: tokens, D: hidden size, V: voca
 """
 
 import contextlib
-import copy
 import inspect
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import UnsupportedModelError
 from megatrain.models.blocks import BlockLayout, lay_out
+from megatrain.models.meta import build_meta_model
 from megatrain.models.template import kind_key
 from megatrain.models.weights import kept_in_fp32
 
@@ -65,85 +63,6 @@ class _Stub(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["skeleton"]._stub_called(self.index, args, kwargs)
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Tensors that only a parameter can be as large as are made on meta at once, not allocated first."""
-
-    _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-    _LIMIT = 1 << 22  # elements; tables in buffers are smaller
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._FACTORIES and kwargs.get("device") is None:
-            size = args[0] if args and not isinstance(args[0], int) else args or kwargs.get("size", ())
-            if math.prod(size) > self._LIMIT:
-                kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have meta parameters and real buffers (buffers hold tables that no file contains)."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
-            param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal LM of `config` with meta parameters and real CPU buffers, in training mode, attention as it supports it.
-
-    `config` is not changed. UnsupportedModelError when transformers has no causal LM for it.
-    """
-    config = copy.deepcopy(config)
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModelError(
-            f"transformers has no causal language model for type {config.model_type!r}.", "Choose a text generation model."
-        )
-    with _parameters_on_meta():
-        try:
-            model = _from_config(config, dtype)
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {reason}", "Check config.json.") from error
-    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if on_meta:
-        raise UnsupportedModelError(f"{type(model).__name__}: its buffer {on_meta[0]} is too large to be a table.")
-    for name, buffer in model.state_dict(keep_vars=True).items():  # some releases build these in the compute dtype
-        if not isinstance(buffer, nn.Parameter) and buffer.is_floating_point() and kept_in_fp32(model, name):
-            owner, _, attr = name.rpartition(".")
-            model.get_submodule(owner)._buffers[attr] = buffer.float()
-    model.tie_weights()
-    return model.train()
-
-
-def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
-    except (ValueError, ImportError):  # transformers refuses SDPA where it lacks something the model needs
-        model = None
-    if model is None or _beyond_sdpa(model):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
-    return model
-
-
-def _beyond_sdpa(model: PreTrainedModel) -> bool:
-    """Whether attention needs what SDPA cannot do: a soft-cap on scores, or sinks. Some releases of transformers do not refuse."""
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        return True
-    return any(getattr(module, "attn_logit_softcapping", None) for module in model.modules() if module is not model)
 
 
 def find_layers(model: PreTrainedModel) -> str:

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import UnsupportedModelError
 from megatrain.models.initial import initial_tensors
-from megatrain.models.skeleton import build_meta_model
+from megatrain.models.meta import build_meta_model
 from tests.families import FAMILIES
 
 
