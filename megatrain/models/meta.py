@@ -68,7 +68,8 @@ def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
             model = _from_config(config, dtype)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UnsupportedModelError(f"transformers cannot build this {config.model_type} model: {reason}", "Check config.json.") from error
+            message = f"transformers cannot build this {config.model_type} model: {reason}"
+            raise UnsupportedModelError(message, "Check config.json.") from error
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
         raise UnsupportedModelError(f"{type(model).__name__}: its buffer {on_meta[0]} is too large to be a table.")

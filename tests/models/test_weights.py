@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import DiskFullError, ModelError
 from megatrain.models import tensorfile
-from megatrain.models.save import save_pretrained_folder
 from megatrain.models.meta import build_meta_model
+from megatrain.models.save import save_pretrained_folder
 from megatrain.models.tensorfile import TensorFile
 from megatrain.models.weights import WeightSource
 from tests.families import FAMILIES, VOCAB_SIZE
