@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -120,7 +121,7 @@ class FileLock:
     def acquire(self, timeout_s: float = 0.0) -> "FileLock":
         """Takes the lock and writes the holder into the file. LockHeldError when it stays held for `timeout_s`."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        give_up = time.monotonic() + max(timeout_s, 0.2)  # a reader's look holds it for an instant
+        give_up = time.monotonic() + max(timeout_s, 0.2)  # without open-file locks a reader's look holds it for an instant
         while True:
             try:
                 _system_lock(descriptor)
@@ -175,11 +176,9 @@ def look_at_lock(path: Path) -> tuple[bool | None, Holder | None]:
     except OSError:  # a read-only copy: nobody can hold it from there
         return None, _read_holder(path)
     try:
-        _system_lock(descriptor, shared=True)
-        return False, _read_holder(path)
-    except OSError as error:
-        held = True if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK) else None
-        return held, _read_holder(path)
+        return _system_is_locked(descriptor), _read_holder(path)
+    except OSError:
+        return None, _read_holder(path)
     finally:
         os.close(descriptor)
 
@@ -309,12 +308,18 @@ if WINDOWS:
     _LOCK_OFFSET = 1 << 30  # locked bytes cannot be read by others there, so a byte far behind the record is locked
     _seek_guard = threading.Lock()
 
-    def _system_lock(descriptor: int, shared: bool = False) -> None:
+    def _system_lock(descriptor: int) -> None:
         os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        if shared:
-            os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]
+
+    def _system_is_locked(descriptor: int) -> bool:
+        try:
+            _system_lock(descriptor)
+        except PermissionError:
+            return True
+        os.lseek(descriptor, _LOCK_OFFSET, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)  # type: ignore[attr-defined]
+        return False
 
     def _system_read_at(descriptor: int, view: memoryview, offset: int) -> int:
         with _seek_guard:
@@ -331,8 +336,27 @@ if WINDOWS:
 else:
     import fcntl
 
-    def _system_lock(descriptor: int, shared: bool = False) -> None:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    _OPEN_FILE_LOCKS = hasattr(fcntl, "F_OFD_SETLK")  # Linux: they can be looked at without being taken
+
+    def _whole_file(kind: int) -> bytes:
+        """struct flock: kind, from the start, offset 0, to the end, no pid."""
+        return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+    def _system_lock(descriptor: int) -> None:
+        if _OPEN_FILE_LOCKS:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _system_is_locked(descriptor: int) -> bool:
+        if _OPEN_FILE_LOCKS:
+            answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+            return struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False  # closing the descriptor gives it back
 
     def _system_read_at(descriptor: int, view: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [view], offset)

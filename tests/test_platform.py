@@ -63,6 +63,15 @@ def test_a_lock_is_exclusive_says_who_holds_it_and_ends_with_the_process(tmp_pat
     assert look_at_lock(path)[0] is False
 
 
+def test_locks_of_systems_without_open_file_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "_OPEN_FILE_LOCKS", False)
+    with FileLock(tmp_path / "lock").acquire():
+        assert look_at_lock(tmp_path / "lock")[0] is True
+        with pytest.raises(LockHeldError):
+            FileLock(tmp_path / "lock").acquire()
+    assert look_at_lock(tmp_path / "lock")[0] is False
+
+
 def test_a_lock_waits_for_the_holder_to_end(tmp_path):
     process = holder_process(tmp_path / "lock")
     process.kill()
@@ -90,6 +99,7 @@ def test_a_file_system_without_locks_falls_back_to_the_record(tmp_path, monkeypa
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(platform, "_system_lock", refuse)
+    monkeypatch.setattr(platform, "_system_is_locked", refuse)
     with FileLock(tmp_path / "lock").acquire() as lock:
         assert not lock.supported
         held, holder = look_at_lock(tmp_path / "lock")

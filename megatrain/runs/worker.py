@@ -117,6 +117,7 @@ class Worker:
         self._step = event.step
         if self._state is RunState.STARTING:
             self._set_state(RunState.RUNNING)
+        self._phase_moved(Phase("train", event.step, self._num_steps, "steps"))  # a save runs beside it
         if self._last_loss is not None:
             self._notice("info", f"First loss after the resume {event.loss:.4f}, last one before {self._last_loss:.4f}.")
             self._last_loss = None
@@ -141,8 +142,9 @@ class Worker:
     def poll(self) -> str | None:
         """The next command for the trainer, which acts on it before its next step."""
         command = self._signalled() or self.store.take_command()
-        if command == "pause" and self._state in (RunState.STARTING, RunState.RUNNING):
-            self._set_state(RunState.RUNNING)
+        if command and self._state is RunState.STARTING:
+            self._set_state(RunState.RUNNING)  # it asks before its first step
+        if command == "pause" and self._state is RunState.RUNNING:
             self._set_state(RunState.PAUSED, f"Paused after step {self._step}.")
         elif command == "continue" and self._state is RunState.PAUSED:
             self._set_state(RunState.RUNNING)
