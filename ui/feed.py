@@ -14,7 +14,7 @@ import numpy as np
 from megatrain.config import RunConfig
 from megatrain.errors import ConfigError
 from megatrain.plan import Plan, Predicted
-from megatrain.runs.records import EventRow, RunStatus, StepRow, TelemetryRow
+from megatrain.runs.records import EventRow, RunState, RunStatus, StepRow, TelemetryRow
 from megatrain.runs.store import RunStore
 from megatrain.runs.supervisor import find_run, list_runs
 from ui.rows import Table
@@ -63,7 +63,8 @@ class RunFeed:
             status = self.store.state()
             if status.attempt != self._attempt:  # rows may have been cut when the run went on from a checkpoint
                 self._forget(status.attempt)
-            self._read_new()
+            if status.state is not RunState.DAMAGED:
+                self._read_new()
             plan = self._plan.read()
             seen = f"{status.attempt}-{'-'.join(map(str, self._last))}"
             return RunRows(
@@ -134,18 +135,22 @@ class RunFeed:
 
 
 class Feeds:
-    """The feeds of a workspace, by run id. Runs that were deleted are forgotten."""
+    """The feeds of a workspace, by run. Runs that were deleted are forgotten."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
-        self._feeds: dict[str, RunFeed] = {}
+        self._feeds: dict[tuple[str, int], RunFeed] = {}
         self._lock = threading.Lock()
 
     def of(self, run_id: str) -> RunFeed:
         """The feed of a run; RunError when there is no such run."""
         store = find_run(self.workspace, run_id)
+        key = run_id, store.folder.stat().st_ino  # a folder that was replaced is another run
         with self._lock:
-            return self._feeds.setdefault(run_id, RunFeed(store))
+            if key not in self._feeds:
+                self._feeds = {known: feed for known, feed in self._feeds.items() if feed.store.folder.is_dir() and known[0] != run_id}
+                self._feeds[key] = RunFeed(store)
+            return self._feeds[key]
 
     def newest(self) -> str:
         """Id of the live run, else of the newest one, else empty."""

@@ -102,6 +102,7 @@ def launch(demo: gr.Blocks, host: str = "127.0.0.1", port: int | None = None, pa
         run_history=False,
         ssr_mode=False,
         enable_monitoring=False,
+        _frontend=False,  # skips only gradio's own look at the page, which gives up after 3 s on a busy machine
         app_kwargs={"middleware": [Middleware(LocalOnly, hosts=hosts)]},
     )
     return str(address)

@@ -4,6 +4,7 @@ Their templates hold no values: the scripts build elements from text, so nothing
 be called by anyone who reaches the port, so each checks what it is handed and answers an error in words.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,19 @@ def _asked(request: object, key: str) -> Any:
     return request.get(key) if isinstance(request, dict) else None
 
 
+def _patient(answer: Callable[[Any], Reply]) -> Callable[[Any], Reply]:
+    """A server function that answers {"again": why} while a run cannot be read: it is being deleted or moved, or its record is locked."""
+
+    @functools.wraps(answer)
+    def asked(request: Any) -> Reply:
+        try:
+            return answer(request)
+        except (MegaTrainError, OSError) as error:
+            return {"again": str(error)}
+
+    return asked
+
+
 def acting(feeds: Feeds) -> Callable[[Any], Reply]:
     """The server function behind the buttons: act({"run", "action"}) answers {} or {"error": words}."""
 
@@ -44,6 +58,7 @@ def acting(feeds: Feeds) -> Callable[[Any], Reply]:
 def status_strip(feeds: Feeds) -> gr.HTML:
     """One line above every page about the live run, or the selected one. Value: {"run": id}. Event: open({run})."""
 
+    @_patient
     def status(request: Any) -> Reply:
         feed = _feed(feeds, _asked(request, "run"), live_first=True)
         if feed is None:
@@ -61,8 +76,9 @@ def status_strip(feeds: Feeds) -> gr.HTML:
 def run_head(feeds: Feeds) -> gr.HTML:
     """The top of the monitor page: which run, its buttons, its stages and numbers. Hears the page's poll. Event: pick({run})."""
 
-    def runs(request: Any) -> list[Reply]:
-        return [_listed(feeds.of(store.run_id)) for store in list_runs(feeds.workspace)]
+    @_patient
+    def runs(request: Any) -> Reply:
+        return {"runs": [_listed(feeds.of(store.run_id)) for store in list_runs(feeds.workspace)]}
 
     def diagnostics(request: Any) -> Reply:
         try:
@@ -80,6 +96,7 @@ def run_head(feeds: Feeds) -> gr.HTML:
 def live_charts(feeds: Feeds) -> gr.HTML:
     """The charts of a run, and the page's only poll. Value: {"run": id}."""
 
+    @_patient
     def poll(request: Any) -> Reply:
         feed = _feed(feeds, _asked(request, "run"))
         return monitor_reply(feed, request, time.time()) if feed else {"run": "", "idle": True}

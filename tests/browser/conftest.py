@@ -1,5 +1,7 @@
 """A dashboard in this process over a workspace of fake runs, and a page that fails the test when it errs or calls abroad."""
 
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,7 +25,7 @@ class Dashboard:
 
     def start(self) -> None:
         self.demo = build(self.workspace)
-        self.address = launch(self.demo, port=urlsplit(self.address).port)
+        self.address = launch(self.demo, port=urlsplit(self.address).port or free_port())
 
     def stop(self) -> None:
         self.demo.close(verbose=False)
@@ -37,13 +39,27 @@ class Dashboard:
         return f"{self.address}?view={view}{chosen}&__theme={theme}"
 
 
-@pytest.fixture
-def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
-    found = Dashboard(tmp_path)
+    def clear(self) -> None:
+        """No run is left."""
+        for run in self.runs:
+            run.close()
+        self.runs.clear()
+        shutil.rmtree(self.workspace / "runs", ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """One server for all tests: starting it takes longer than most of them."""
+    found = Dashboard(tmp_path_factory.mktemp("dashboard"))
     yield found
     found.stop()
-    for run in found.runs:
-        run.close()
+
+
+@pytest.fixture
+def dashboard(_served: Dashboard) -> Iterator[Dashboard]:
+    """The dashboard over a workspace without runs."""
+    yield _served
+    _served.clear()
 
 
 @pytest.fixture
@@ -59,6 +75,13 @@ def page(page: Page) -> Iterator[Page]:
     yield page
     assert not abroad, f"requests left the machine: {abroad}"
     assert not faults, f"errors in the page: {faults}"
+
+
+def free_port() -> int:
+    """A port that nobody listens on now; gradio's own search leaves sockets open."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _is_abroad(url: str) -> bool:

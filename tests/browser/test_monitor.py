@@ -163,7 +163,7 @@ def test_many_ticks_leave_no_nodes_behind(page: Page, dashboard):
 
     counts = []
     for _ in range(3):
-        for _ in range(8):
+        for _ in range(5):
             run.train(1)
             tick(page)
         page.wait_for_timeout(300)

@@ -122,7 +122,7 @@ const refresh = poll(element, async () => {
   const asked = zoom;
   const reply = await server.poll(request);
   element.classList.toggle('lost', !reply);
-  if (!reply || wanted !== selected()) return 1000;     // the run may have changed meanwhile
+  if (!reply || reply.again || wanted !== selected()) return 1000;     // the run may have changed meanwhile
   say('megatrain:run', reply);
   if (!wanted) run = reply.run || '';       // nothing was chosen: the server took the live or the newest run
   if (reply.figures && asked === zoom) {

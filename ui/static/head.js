@@ -12,7 +12,7 @@ const send = window.MegaTrain.sender(server, texts, notice, () => say('megatrain
 let run = '';
 
 async function fillPicker() {
-  const runs = await server.runs({});
+  const {runs} = (await server.runs({})) || {};
   if (!runs) return;
   show(picker, [runs, run], () => runs.map(item => el('option', {value: item.run, selected: item.run === run}, `${item.name} · ${item.started}`)));
 }

@@ -38,7 +38,7 @@ function draw(reply) {
 const refresh = poll(element, async () => {
   const reply = await server.status({run: (props.value || {}).run || ''});
   lost.hidden = Boolean(reply);
-  if (reply) draw(reply);
+  if (reply && !reply.again) draw(reply);
   return reply && reply.idle ? 3000 : 1000;
 });
 const send = window.MegaTrain.sender(server, texts, notice, refresh);
