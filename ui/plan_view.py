@@ -120,7 +120,10 @@ def _device_name(outlook: Outlook) -> str:
 
 def _bar(bar: Bar) -> str:
     scale = max(bar.total, bar.others + bar.need, 1)
-    share = lambda size: f"{100 * size / scale:.3f}%"  # noqa: E731
+
+    def share(size: int) -> str:
+        return f"{100 * size / scale:.3f}%"
+
     parts = [(name, size) for name, size in bar.parts.items() if size > 0]
     track = f'<i class="part-others" style="width:{share(bar.others)}"></i>' if bar.others else ""
     track += "".join(f'<i class="part-{escape(name)}" style="width:{share(size)}"></i>' for name, size in parts)

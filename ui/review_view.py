@@ -108,7 +108,8 @@ def checkpoint_words(outlook: Outlook) -> str:
 
 def warnings(outlook: Outlook) -> list[str]:
     """What may be meant, and usually is not."""
-    config, found = outlook.config, []
+    config = outlook.config
+    found: list[str] = []
     if config is None:
         return found
     keep = config.checkpoint.keep

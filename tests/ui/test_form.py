@@ -58,7 +58,8 @@ def test_every_option_alone_survives(key):
     item = form.OPTIONS[key]
     kind, optional = form.value_type(item)
     choices = item.metadata.get("choices")
-    value = next(choice for choice in choices if choice != item.default) if choices else {bool: not item.default, int: 48, float: 0.125, str: "owner/name"}[kind]
+    others = {bool: not item.default, int: 48, float: 0.125, str: "owner/name"}
+    value = next(choice for choice in choices if choice != item.default) if choices else others[kind]
     if key in ("data.sequence_length", "memory.micro_batch_packs"):
         value = 16  # divides the batch, and is no more than a step has
     if key == "train.global_batch_tokens":
@@ -125,16 +126,21 @@ def test_a_call_with_too_few_values_is_refused():
         form.config(["demo"])
 
 
-@pytest.mark.parametrize(("key", "value"), [("no.such", 1), (None, 1), ("precision", "int3"), ("deterministic", "yes"), ("train.seed", [1])])
+@pytest.mark.parametrize(
+    ("key", "value"), [("no.such", 1), (None, 1), ("precision", "int3"), ("deterministic", "yes"), ("train.seed", [1])]
+)
 def test_a_change_that_makes_no_sense_is_ignored(key, value):
     raw = form.values(RunConfig())
     assert form.with_value(raw, key, value) == raw
 
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+KEYS = st.sampled_from(["model", "train", "path", "seed", "x"])
+
+
 class TestDraft:
     @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-                        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["model", "train", "path", "seed", "x"]), inner)))  # fmt: skip
+    @given(st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner)))
     @example({"model": {"path": 3}, "train": "text", "precision": "no"})
     def test_anything_loads(self, tmp_path, content):
         (tmp_path / draft.NAME).write_text(yaml.safe_dump(content), "utf-8")
