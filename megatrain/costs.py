@@ -21,6 +21,8 @@ WORKER_BYTES_CPU = 6 * GIB // 10  # the same without CUDA libraries
 ALIGNED_PARTS = 16  # parameters and buffers of a block that alignment may push back; an upper bound for usual layers
 ALIGNMENT_BYTES = 256  # what each of them may lose in a buffer of weights
 ALIGNMENT_ELEMENTS = 64  # what each of them may lose in an array of gradients, masters or moments
+PAGE_BYTES = 4096
+HOST_PIECES = 6  # of a block in RAM: weights, a copy of them, masters, gradients, two moments
 ACCUMULATOR_BYTES = 4  # gradients are summed in fp32
 PARK_CHUNK_ELEMENTS = 64 * 1024**2  # elements converted and sent down at once
 UPDATE_PIECE_ELEMENTS = 16 * 1024**2  # elements that the GPU updates at once
@@ -206,6 +208,15 @@ def update_staging_host_bytes(work: Work, plan: Plan) -> int:
     return _staging(work, plan, lambda placement: not placement.updated_on_device, Tier.RAM, (Kind.MASTERS, Kind.GRADS))
 
 
+def page_padding_host_bytes(work: Work, plan: Plan) -> int:
+    """What is lost because every piece of host memory begins at a page: states, sums between groups, stored inputs."""
+    blocks, layers = len(work.shape.blocks), len(work.shape.layers)
+    inputs = layers * min(plan.group_micro_batches, micro_batches(work, plan)) if plan.inputs_tier is Tier.RAM else 0
+    sums = blocks if groups(work, plan) > 1 and plan.accumulators_tier is Tier.RAM else 0
+    states = any(placement.tier(kind) is Tier.RAM for _, placement in plan.placement_runs for kind in Kind)
+    return PAGE_BYTES * (inputs + sums + (HOST_PIECES * blocks if states else 0))
+
+
 # ---- activations -----------------------------------------------------------------------------------------------------
 def hidden_state_bytes(work: Work, plan: Plan) -> int:
     """One hidden state per micro-batch of a group, and a few of the one in work."""
@@ -296,7 +307,7 @@ def ledger(work: Work, plan: Plan) -> Ledger:
     device["context"] = GPU_CONTEXT_BYTES if work.on_gpu else 0
     host["weights"] += weight_copy_host_bytes(work, plan)
     host["activations"] = inputs if plan.inputs_tier is Tier.RAM else 0
-    host["buffers"] = accumulator_host_bytes(work, plan) + update_staging_host_bytes(work, plan)
+    host["buffers"] = accumulator_host_bytes(work, plan) + update_staging_host_bytes(work, plan) + page_padding_host_bytes(work, plan)
     host["context"] = WORKER_BYTES_GPU if work.on_gpu else WORKER_BYTES_CPU
     if work.on_gpu:
         return Ledger(device, host)

@@ -170,6 +170,12 @@ def test_states_that_rest_elsewhere_are_staged_one_block_at_a_time():
     assert costs.update_staging_bytes(work(), from_vram) == 0
 
 
+def test_pieces_of_host_memory_begin_at_pages():
+    assert costs.page_padding_host_bytes(work(), plan(resident=30)) == 0
+    assert costs.page_padding_host_bytes(work(), plan(inputs_tier=Tier.RAM)) == 4096 * (6 * 30 + 28 * 4)
+    assert costs.ledger(work(), plan()).ram["buffers"] == 4096 * 6 * 30
+
+
 def test_without_a_gpu_everything_is_ram():
     job, layout = work(QWEN_1B5, "cpu"), plan(QWEN_1B5, resident=30)
     sums = costs.ledger(job, layout)

@@ -1,0 +1,87 @@
+"""What the planner's ledger promises is what the engine takes: never less, and no more than alignment explains."""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from megatrain import costs
+from megatrain.costs import Work
+from megatrain.engine.debug import Debug
+from megatrain.engine.device import Buffer, Device
+from megatrain.engine.engine import Engine
+from megatrain.models.inspect import model_shape
+from megatrain.models.skeleton import Skeleton
+from megatrain.plan import Placement, Plan, Tier
+from megatrain.precision import PRECISIONS
+from tests.families import FAMILIES
+
+PLACEMENTS = [Placement(*tiers) for tiers in itertools.product((Tier.VRAM, Tier.RAM), repeat=4)]
+PACKS, LENGTH = 6, 32
+SCALARS = 64  # loss and norm sums
+CUTS = [
+    {},
+    {"weight_slots": 3, "grad_slots": 2, "inputs_tier": Tier.RAM},
+    {"micro_batch_packs": 4, "group_micro_batches": 1},
+    {"group_micro_batches": 2, "accumulators_tier": Tier.RAM, "inputs_tier": Tier.RAM},
+]
+
+
+class CountingDevice(Device):
+    """Adds up what the engine asks of the device."""
+
+    def __init__(self) -> None:
+        super().__init__(Debug())
+        self.taken = 0
+
+    def empty(self, num_elements: int, dtype: torch.dtype, name: str) -> Buffer:
+        self.taken += num_elements * dtype.itemsize
+        return super().empty(num_elements, dtype, name)
+
+
+@cache
+def skeleton(family: str, precision: str) -> Skeleton:
+    config = FAMILIES[family]()
+    config.vocab_size = 8000  # blocks of half a million parameters, beside which alignment is small
+    if family.startswith("llama"):
+        config.intermediate_size = 2048
+    return Skeleton(config, getattr(torch, PRECISIONS[precision].compute_dtype))
+
+
+def alignment_slack(work: Work, plan: Plan) -> int:
+    """The most that gaps between parameters can make of all homes, slots and sums together."""
+    copies = len(work.shape.blocks) + plan.weight_slots + plan.grad_slots + 2
+    gaps = costs.ALIGNED_PARTS * costs.ALIGNMENT_ELEMENTS
+    return copies * (costs.ALIGNED_PARTS * costs.ALIGNMENT_BYTES + gaps * (4 + 2 + 4 + 8 + 4))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", ["llama_tied", "llama_untied", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("cut", CUTS, ids=range(len(CUTS)))
+def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut: dict):
+    model = skeleton(family, precision)
+    row = PRECISIONS[precision]
+    shape = model_shape(model, family)
+    work = Work(shape, row, row.default_gradient_dtype, LENGTH, PACKS, on_gpu=True)
+    for placement in PLACEMENTS:
+        placements = (placement,) * (len(shape.blocks) - 1) + (Placement(),)
+        plan = Plan(placements, **{"micro_batch_packs": 2, "group_micro_batches": 3, **cut})
+        device = CountingDevice()
+        engine = Engine(model, plan, row, getattr(torch, work.gradient_dtype), device, PACKS, LENGTH)
+        try:
+            on_host = engine.store.pinned.num_bytes + engine.store.plain.num_bytes
+        finally:
+            engine.close()
+        sums = costs.ledger(work, plan)
+        on_demand = (
+            costs.layer_graph_bytes(work, plan) + costs.layer_call_bytes(work, plan) + costs.parameter_gradient_bytes(work)
+            + costs.logits_chunk_bytes(work, plan) + costs.update_scratch_bytes(work, plan)
+        )  # fmt: skip
+        promised = sums.vram_bytes - sums.vram["context"] - on_demand
+        spare_hidden = costs.HIDDEN_SPARES * costs.micro_batch_tokens(work, plan) * shape.hidden_size * row.weight_bytes
+        slack = alignment_slack(work, plan)
+        assert device.taken - SCALARS <= promised <= device.taken + slack + spare_hidden, (placement, cut)
+        host = sums.ram_bytes - sums.ram["context"] - costs.update_staging_host_bytes(work, plan)
+        assert on_host <= host <= on_host + slack + costs.page_padding_host_bytes(work, plan), (placement, cut)
+
