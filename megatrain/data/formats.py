@@ -93,7 +93,8 @@ def detect(rows: Iterable[dict[str, Any]], text_column: str | None = None) -> st
     if names.intersection(TEXT_COLUMNS) or len(columns) == len(strings) == 1:
         return "text"
     known = "; ".join(f"{name}: {text}" for name, text in EXAMPLES.items())
-    raise DataError(f"No known format has the columns {', '.join(columns) or '(none)'}.",
+    found = ", ".join(list(columns)[:12]) + (" …" if len(columns) > 12 else "")
+    raise DataError(f"No known format has the columns {found or '(none)'}.",
                     f"Rename the columns, or set data.format and data.text_column. Known rows are {known}.")  # fmt: skip
 
 

@@ -89,9 +89,11 @@ def test_an_answer_of_white_space_and_line_feeds_keeps_them() -> None:
 
 def test_an_answer_that_ends_in_an_unknown_character_still_gets_its_end_token(glass_folder) -> None:
     tokens = load_tokenizer(glass_folder)
-    encoded = Encoder(tokens).encode(Pair("Alice said: ", "yes 😀"))
-    assert encoded.ids[-2:] == [tokens.unk_token_id, tokens.eos_token_id]
-    assert encoded.mask[-2:] == [True, True]
+    tokens.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for example in (Pair("Alice said: ", "yes 😀"), conversation(chat("Alice said: ", "yes 😀"))):
+        encoded = Encoder(tokens).encode(example)
+        assert encoded.ids[-2:] == [tokens.unk_token_id, tokens.eos_token_id]
+        assert encoded.mask[-2:] == [True, True]
 
 
 def test_a_turn_that_its_row_excludes_is_not_trained() -> None:
