@@ -67,8 +67,8 @@ class HiddenStore:
     def drop(self, lane: str, boundary: int, m: int) -> None:
         """Nothing on the device needs this hidden state, or the gradient in its place, any more."""
         buffer = self._live.pop((boundary, m))
+        self._device.release(lane, buffer)
         if self._in_ram:
-            self._device.release(lane, buffer)
             self._free.append(buffer)
 
     def clear(self) -> None:

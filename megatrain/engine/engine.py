@@ -4,6 +4,7 @@ The trainer, the self-check and the tests all drive this one object.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -73,7 +74,8 @@ class Engine:
         self.optimizer = Optimizer(self.store, cache, device)
         self._cache = cache
         chunk = loss_chunk_rows(config.vocab_size)
-        self._runner = StepRunner(skeleton, cache, gradients, hidden, self.optimizer, device, plan, hidden_size, chunk, seed)
+        cut = replace(plan, group_micro_batches=group)  # a held-out batch may have more packs than a step
+        self._runner = StepRunner(skeleton, cache, gradients, hidden, self.optimizer, device, cut, hidden_size, chunk, seed)
         device.synchronize()
 
     # -- steps
@@ -145,8 +147,9 @@ class Engine:
         return {name: buffer.tensor.cpu() for name, buffer in found.items() if buffer is not None}
 
     def write_block(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite states of a block, named as `read_block` names them."""
+        """Overwrite states of a block, named as `read_block` names them. Nothing may be pending."""
         block = self.store.blocks[index]
+        self.device.synchronize()
         for name, value in states.items():
             buffer = block.buffer(name)
             if buffer is None:
@@ -154,6 +157,7 @@ class Engine:
             buffer.tensor.copy_(value)
             if name == "weights" and block.host_weights is not None and block.host_weights is not buffer:
                 block.host_weights.tensor.copy_(value)
+        self.device.synchronize()  # these copies are on no lane
         self._cache.stale(index)
 
     def master_weights(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:

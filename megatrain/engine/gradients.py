@@ -55,7 +55,8 @@ class GradientFlow:
         self.square_sum = device.empty(1, torch.float64, "sum of squared gradients")
 
     def start_step(self) -> None:
-        """Forget the last step's norm."""
+        """Forget the last step's norm, and what a step that broke off left open."""
+        self._open.clear()
         self._device.launch(COMPUTE, self.square_sum.tensor.zero_, writes=[self.square_sum])
 
     def open(self, index: int, first_group: bool) -> Buffer:
@@ -85,7 +86,7 @@ class GradientFlow:
         elif self._homes is not None and self._homes[index] is not accumulator:
             part = slice(0, self._store.blocks[index].layout.numel)
             self._device.copy(D2H, self._homes[index], accumulator, source_part=part)
-        if self._homes is None or self._homes[index] is not accumulator:
+        if last_group or self._homes is None or self._homes[index] is not accumulator:
             self._device.release(D2H, accumulator)
 
     def _slot_for(self, index: int) -> Buffer:

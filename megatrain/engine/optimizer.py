@@ -88,8 +88,7 @@ class Optimizer:
         lane = COMPUTE if on_device else HOST
         self._device.launch(lane, _work(block, weights, states, update, gate), writes=used)  # type: ignore[arg-type]
         for name, buffer in states.items():
-            if name != "grads":
-                self._send_back(block, name, buffer, on_device)
+            self._send_back(block, name, buffer, on_device)
         if on_device and weights is not block.weights:
             part = slice(0, block.layout.weight_bytes)
             self._device.copy(D2H, block.weights, weights, source_part=part)  # type: ignore[arg-type]
@@ -117,11 +116,14 @@ class Optimizer:
         return staging
 
     def _send_back(self, block: BlockStates, name: str, buffer: Buffer | None, on_device: bool) -> None:
+        """Bring an updated state home from the staging buffer (gradients are not needed again), and free that."""
         home = block.buffer(name)
-        if home is None or buffer is home:
+        if home is None or buffer is None or buffer is home:
             return
-        part = slice(0, home.tensor.numel())
-        self._device.copy(D2H if on_device else H2D, home, buffer, source_part=part)  # type: ignore[arg-type]
+        lane = D2H if on_device else H2D
+        if name != "grads":
+            self._device.copy(lane, home, buffer, source_part=slice(0, home.tensor.numel()))
+        self._device.release(D2H if on_device else HOST, buffer)
 
 
 def _work(

@@ -77,7 +77,7 @@ class WeightCache:
                 slot.fresh = False
 
     def release(self, lane: str, index: int) -> None:
-        """The slot of a streamed block will not be read again before it is loaded anew (debug mode: poison it)."""
+        """The slot of a streamed block may be written again; in the debug mode it is poisoned, and loaded anew when needed."""
         if not self._device.debug.poison:
             return
         for slot in [*self._layer_ring, *self._edge_ring]:

@@ -145,7 +145,7 @@ class StepRunner:
 
         def work() -> None:
             for name, array in arrays.items():
-                setattr(micro_batch, name, torch.from_numpy(np.ascontiguousarray(array)).to(self._device.torch_device))
+                setattr(micro_batch, name, torch.tensor(array, device=self._device.torch_device))  # copies: a file may be mapped
 
         self._device.launch(COMPUTE, work)
         return micro_batch
@@ -199,6 +199,7 @@ class StepRunner:
         self._device.launch(COMPUTE, work, reads=[weights.buffer], writes=[target])
         if self._training:
             self._hidden.store(0, op.m)
+        self._release_after_last(op)
 
     def _layer(self, op: Op) -> None:
         micro_batch, weights = self._micro_batches[op.m], self._cache.acquire(op.block)
@@ -213,8 +214,7 @@ class StepRunner:
         if self._training:
             self._hidden.store(op.block, op.m)
         self._hidden.retire(COMPUTE, op.block - 1, op.m)
-        if op.m == len(self._micro_batches) - 1:
-            self._cache.release(COMPUTE, op.block)
+        self._release_after_last(op)
 
     def _head(self, op: Op) -> None:
         micro_batch, hidden = self._micro_batches[op.m], self._hidden.read(self._num_layers, op.m)
@@ -232,6 +232,7 @@ class StepRunner:
 
         if not self._training:
             self._device.launch(COMPUTE, evaluate, reads=[*reads, hidden], writes=[self._loss_sum])
+            self._release_after_last(op)
             return
         accumulators = [self._open(block) for block in blocks]
         views = {name: view for block in blocks for name, view in self._gradients.views(block).items()}
@@ -248,6 +249,7 @@ class StepRunner:
             flat.copy_(hidden_grad)
 
         self._device.launch(COMPUTE, train, reads=reads, writes=[hidden, self._loss_sum, *accumulators])
+        self._release_after_last(op)
 
     def _layer_backward(self, op: Op) -> None:
         micro_batch, weights = self._micro_batches[op.m], self._cache.acquire(op.block)
@@ -274,8 +276,7 @@ class StepRunner:
 
         self._device.launch(COMPUTE, work, reads=[weights.buffer, gradient], writes=[source, accumulator])
         self._hidden.drop(COMPUTE, op.block, op.m)
-        if op.m == len(self._micro_batches) - 1:
-            self._cache.release(COMPUTE, op.block)
+        self._release_after_last(op)
 
     def _embed_backward(self, op: Op) -> None:
         micro_batch, weights = self._micro_batches[op.m], self._cache.acquire(0)
@@ -299,6 +300,14 @@ class StepRunner:
 
         self._device.launch(COMPUTE, work, reads=[weights.buffer, gradient], writes=[accumulator])
         self._hidden.drop(COMPUTE, 0, op.m)
+        self._release_after_last(op)
+
+    def _release_after_last(self, op: Op) -> None:
+        """When the last micro-batch has passed a block, its slots may be written again."""
+        if op.m == len(self._micro_batches) - 1:
+            self._cache.release(COMPUTE, op.block)
+            if self._skeleton.tied and op.do is Do.HEAD:
+                self._cache.release(COMPUTE, 0)
 
     # -- pieces of work, run inside launches
 
