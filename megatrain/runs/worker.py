@@ -101,6 +101,8 @@ class Worker:
                 self._step_done(event)
             case Phase():
                 self._phase_moved(event)
+                if event.name == "save":
+                    self.store.flush()  # no checkpoint may be ahead of the record that a resume goes on from
             case EvalDone():
                 self.store.log_event("eval", asdict(event))
                 log.info("Held-out loss after step %d: %.4f", event.step, event.loss)
