@@ -150,10 +150,6 @@ class FileLock:
             os.close(descriptor)
             raise LockHeldError(errno.EAGAIN, "another process holds this lock", str(self.path))
 
-    def touch(self) -> None:
-        """Renews the file's time: the heartbeat. Works on a full disk."""
-        os.utime(self.path)
-
     def release(self) -> None:
         """Gives the lock back; the file stays."""
         if self._descriptor is not None:
