@@ -231,7 +231,6 @@ OLDEST_PACKAGES = {
     "transformers": "5.17",
     "datasets": "5.2",
     "safetensors": "0.8",
-    "numba": "0.66",
     "gradio": "6.31",
     "plotly": "7.1",
 }

@@ -152,7 +152,7 @@ def test_the_limit_of_the_shell_is_read():
 
 
 def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch):
-    versions = {"transformers": "5.17.0", "datasets": "5.10.1", "safetensors": "0.8.0rc1", "numba": "0.70", "gradio": "6.7.2"}
+    versions = {"transformers": "5.17.0", "datasets": "5.10.1", "safetensors": "0.8.0rc1", "gradio": "6.7.2"}
 
     def version(name: str) -> str:
         if name not in versions:
