@@ -26,16 +26,18 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from megatrain.errors import MegaTrainError
     from ui.dashboard import build
-    from ui.server import launch
+    from ui.server import launch, refuse_open_door
 
+    password = os.environ.get("MEGATRAIN_PASSWORD")
     workspace = options.workspace.expanduser().resolve()
     try:
         workspace.mkdir(parents=True, exist_ok=True)
+        refuse_open_door(options.host, password)
         demo = build(workspace)
         if options.smoke:
             print("Every page was built.")
             return 0
-        address = launch(demo, options.host, options.port, os.environ.get("MEGATRAIN_PASSWORD"), browser=not options.no_browser)
+        address = launch(demo, options.host, options.port, password, browser=not options.no_browser)
         print(f"MegaTrain is at {address} (workspace {workspace}); Ctrl+C ends the dashboard, not the runs.", flush=True)
         demo.block_thread()
     except (MegaTrainError, OSError) as error:

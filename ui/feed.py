@@ -140,6 +140,7 @@ class Feeds:
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         self._feeds: dict[tuple[str, int], RunFeed] = {}
+        self._live: RunStore | None = None  # the run that was live at the last look
         self._lock = threading.Lock()
 
     def of(self, run_id: str) -> RunFeed:
@@ -154,9 +155,11 @@ class Feeds:
 
     def newest(self) -> str:
         """Id of the live run, else of the newest one, else empty."""
+        if self._live is not None and self._live.folder.is_dir() and self._live.is_live():
+            return self._live.run_id  # asked every second: looking at all runs would cost as much as there are runs
         stores = list_runs(self.workspace)
-        live = next((store.run_id for store in stores if store.is_live()), "")
-        return live or (stores[0].run_id if stores else "")
+        self._live = next((store for store in stores if store.is_live()), None)
+        return self._live.run_id if self._live else stores[0].run_id if stores else ""
 
 
 def _step_cells(row: StepRow) -> dict[str, float | None]:

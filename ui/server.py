@@ -78,13 +78,18 @@ def head() -> str:
     return f'<script>{source}</script>\n<script defer src="/gradio_api/file={PLOTLY_JS.as_posix()}"></script>'
 
 
-def launch(demo: gr.Blocks, host: str = "127.0.0.1", port: int | None = None, password: str | None = None, browser: bool = False) -> str:
-    """Serve `demo` from threads of this process and return its address. MegaTrainError if others could use it without a password."""
+def refuse_open_door(host: str, password: str | None) -> None:
+    """MegaTrainError when the dashboard would be open to others without a password."""
     if not is_local(host) and not password:
         raise MegaTrainError(
             f"Listening on {host} would let everyone in this network start and stop runs.",
             "Set a password in MEGATRAIN_PASSWORD, or leave --host out to serve this computer only.",
         )
+
+
+def launch(demo: gr.Blocks, host: str = "127.0.0.1", port: int | None = None, password: str | None = None, browser: bool = False) -> str:
+    """Serve `demo` from threads of this process and return its address. MegaTrainError if others could use it without a password."""
+    refuse_open_door(host, password)
     hosts = (host.lower(), "localhost", "127.0.0.1", "::1") if is_local(host) else None
     gr.set_static_paths([PLOTLY_JS])
     _, address, _ = demo.launch(

@@ -149,8 +149,9 @@ def _feed(feeds: Feeds, run_id: object, live_first: bool = False) -> RunFeed | N
         feed = None
     if feed is not None and (not live_first or feed.store.is_live()):
         return feed
-    newest = feeds.of(feeds.newest()) if feeds.newest() else None
-    return newest if feed is None or (newest is not None and newest.store.is_live()) else feed
+    newest = feeds.newest()
+    other = feeds.of(newest) if newest else None
+    return other if feed is None or (other is not None and other.store.is_live()) else feed
 
 
 def _listed(feed: RunFeed) -> Reply:

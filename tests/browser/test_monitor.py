@@ -52,6 +52,7 @@ def test_a_live_run_is_shown_and_moves(page: Page, dashboard):
     open_run(page, dashboard, run)
     expect(page.get_by_role("listitem").filter(has_text="Train").first).to_contain_text("60 / 3,000")
     expect(page.locator("[data-number='vram']")).to_contain_text("5.30 GiB")
+    page.locator(".chart[data-chart='gpu']").scroll_into_view_if_needed()
     expect(page.locator(".chart .js-plotly-plot")).to_have_count(8)
     expect(page).to_have_title(re.compile(r"^2% · \d\.\d{3} · MegaTrain$"))
     run.train(40)
@@ -77,6 +78,7 @@ def test_zoom_is_shared_and_survives_ticks_and_ends_with_the_run(page: Page, das
     other = dashboard.run("other").start(50).train(50)
     other.state(RunState.FINISHED)
     run = dashboard.run("zoomed").start(300).train(300)
+    page.set_viewport_size({"width": 1280, "height": 2400})  # charts out of sight are not drawn
     open_run(page, dashboard, run)
     box = page.locator(".chart[data-chart='loss'] .nsewdrag").first.bounding_box()
     y = box["y"] + box["height"] / 2
@@ -95,6 +97,9 @@ def test_zoom_is_shared_and_survives_ticks_and_ends_with_the_run(page: Page, das
         run.train(1)
         tick(page)
     assert page.evaluate(RANGES)[0] == pytest.approx(zoomed[0])
+    page.mouse.dblclick(box["x"] + box["width"] / 2, y)
+    page.wait_for_function("() => document.querySelector('.chart .js-plotly-plot')._fullLayout.xaxis.range[0] === 1")
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_disabled()
     page.get_by_label("Run", exact=True).select_option(other.run_id)
     expect(page.locator("#run-head")).to_contain_text("Finished", **PATIENCE)
     page.wait_for_function("() => document.querySelector('.chart .js-plotly-plot')._fullLayout.xaxis.range[1] === 50")

@@ -1,5 +1,7 @@
 """Rows are read once, forgotten when a run goes back to a checkpoint, and the log comes in whole lines."""
 
+import shutil
+
 import pytest
 
 from megatrain.errors import RunError
@@ -98,3 +100,19 @@ def test_the_live_run_comes_first(tmp_path):
     assert feeds.newest() in (live.run_id, ended.run_id)
     with pytest.raises(RunError):
         feeds.of("../second")
+
+
+def test_a_damaged_run_is_said_to_be_so(run):
+    feed = RunFeed(run.store)
+    (run.folder / "run.sqlite").unlink()
+    assert feed.rows().status.state is RunState.DAMAGED
+
+
+def test_a_folder_that_was_replaced_is_another_run(tmp_path):
+    feeds = Feeds(tmp_path)
+    first = FakeRun(tmp_path)
+    feed = feeds.of(first.run_id)
+    assert feeds.of(first.run_id) is feed
+    first.folder.rename(tmp_path / "kept")
+    shutil.copytree(tmp_path / "kept", first.folder)
+    assert feeds.of(first.run_id) is not feed

@@ -4,7 +4,7 @@ const texts = props.texts, stored = 'megatrain.charts';
 const defaults = {axis: 'step', window: 'all', smoothing: 20, log: false};
 const settings = {...defaults, ...saved()};
 const slots = {};
-let run = '', seen = '', zoom = null, drawing = false;
+let run = '', seen = '', zoom = null, drawing = 0;
 
 function saved() {
   try { return JSON.parse(localStorage.getItem(stored)) || {}; } catch { return {}; }
@@ -54,7 +54,7 @@ for (const name of props.names) {
   const plot = el('div', {class: 'plot', role: 'img'}), empty = el('p', {class: 'empty', hidden: true});
   const card = el('section', {class: 'chart', 'data-chart': name}, el('h3', {}, texts[`title_${name}`]), plot, empty);
   element.querySelector('.chart-grid').append(card);
-  slots[name] = {card, plot, empty, drawn: false};
+  slots[name] = {card, plot, empty, drawn: false, inSight: false, waiting: null};
 }
 
 /* Colours are names of CSS variables, so one figure serves both themes. */
@@ -90,27 +90,40 @@ function listen(plot) {
   });
   plot.on('plotly_doubleclick', () => setZoom(null));
 }
-async function draw(figures) {
+
+/* A chart out of sight is drawn when it comes into sight; until then its newest figure waits. */
+async function paint(slot) {
+  const figure = slot.waiting;
+  if (!figure || !slot.inSight) return;
+  slot.waiting = null;
+  setText(slot.empty, figure.empty || '');
+  slot.empty.hidden = !figure.empty;
+  slot.plot.hidden = Boolean(figure.empty);
+  if (figure.empty) {
+    if (slot.drawn) window.Plotly.purge(slot.plot);
+    slot.drawn = false;
+    return;
+  }
   const style = getComputedStyle(document.body);
-  drawing = true;
+  slot.plot.setAttribute('aria-label', figure.label);
+  drawing += 1;
   try {
-    for (const [name, figure] of Object.entries(figures)) {
-      const slot = slots[name];
-      setText(slot.empty, figure.empty || '');
-      slot.empty.hidden = !figure.empty;
-      slot.plot.hidden = Boolean(figure.empty);
-      if (figure.empty) {
-        if (slot.drawn) window.Plotly.purge(slot.plot);
-        slot.drawn = false;
-        continue;
-      }
-      await window.Plotly.react(slot.plot, coloured(figure.data, style), themed(figure.layout, style), config);
-      if (!slot.drawn) listen(slot.plot);
-      slot.drawn = true;
-      slot.plot.setAttribute('aria-label', figure.label);
-    }
-  } finally { drawing = false; }
+    const drawn = window.Plotly.react(slot.plot, coloured(figure.data, style), themed(figure.layout, style), config);
+    if (!slot.drawn) listen(slot.plot);
+    slot.drawn = true;
+    await drawn;
+  } finally { drawing -= 1; }
 }
+async function draw(figures) {
+  for (const [name, figure] of Object.entries(figures)) slots[name].waiting = figure;
+  for (const slot of Object.values(slots)) await paint(slot);
+}
+const sight = new IntersectionObserver(entries => entries.forEach(entry => {
+  const slot = slots[entry.target.dataset.chart];
+  slot.inSight = entry.isIntersecting;
+  paint(slot);
+}), {rootMargin: '200px'});
+Object.values(slots).forEach(slot => sight.observe(slot.card));
 
 const selected = () => (props.value || {}).run || new URL(window.location.href).searchParams.get('run') || run;
 const refresh = poll(element, async () => {

@@ -44,3 +44,28 @@ const refresh = poll(element, async () => {
 const send = window.MegaTrain.sender(server, texts, notice, refresh);
 name.addEventListener('click', () => trigger('open', {run: current}));
 watch('value', refresh);
+
+/* Keys: g and a letter for a page, p pauses or continues, ? shows this list. Never while somebody types. */
+const pages = {n: 'new_run', m: 'monitor', r: 'runs'};
+let leader = 0;
+const typing = event => event.ctrlKey || event.metaKey || event.altKey
+  || event.target.closest('input, textarea, select, [contenteditable], dialog') !== null;
+function keyList() {
+  const row = (key, words) => el('li', {}, el('kbd', {}, key), ' ', words);
+  const dialog = el('dialog', {class: 'mt-dialog', 'aria-label': texts.keys}, el('h3', {}, texts.keys), el('ul', {class: 'key-list'},
+    row('g n', texts.page_new_run), row('g m', texts.page_monitor), row('g r', texts.page_runs), row('p', texts.key_pause), row('?', texts.keys)),
+  el('div', {class: 'mt-dialog-buttons'}, el('button', {class: 'mt-button', type: 'button', onclick: () => dialog.close()}, texts.close)));
+  dialog.addEventListener('close', () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+function onKey(event) {
+  if (!element.isConnected) { document.removeEventListener('keydown', onKey); return; }
+  if (typing(event)) return;
+  const key = event.key.toLowerCase();
+  if (Date.now() - leader < 1000 && pages[key]) window.MegaTrain.openPage(pages[key]);
+  else if (key === 'p') actions.querySelector("[data-action='pause'], [data-action='continue']")?.click();
+  else if (key === '?') keyList();
+  leader = key === 'g' ? Date.now() : 0;
+}
+document.addEventListener('keydown', onKey);

@@ -14,6 +14,9 @@ SHELL = {
     "speed": "{speed} tokens/s",
     "left": "{left} left (ends {clock})",
     "open_monitor": "Open the monitor of this run",
+    "keys": "Keys",
+    "key_pause": "Pause or continue",
+    "close": "Close",
 }
 
 STATES = {
