@@ -173,13 +173,23 @@ def _export(options: argparse.Namespace) -> int:
     with progress.recorded():
         config = RunConfig.load(store.folder / "config.yaml")
         folder = shapes.resolve(config.model, options.workspace)
-        written = export.export(point.path, folder, target, dtype, progress)
+        written = export.export(point.path, folder, target, dtype, progress, chat_template=_own_template(store.folder))
         progress.finished(written)
     if options.json:
         print(json.dumps(asdict(written)))
     else:
         print("\n".join(report.export_lines(written)))
     return DONE
+
+
+def _own_template(run_folder: Path) -> str:
+    """The chat template that the run trained with, if the tokenizer had none; for other tools, without training's marks."""
+    from megatrain.data.chat import FALLBACK_TEMPLATE
+
+    data = run_folder / "data.json"
+    if not data.is_file() or json.loads(data.read_text("utf-8")).get("template") != "fallback":
+        return ""
+    return FALLBACK_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def _verify(options: argparse.Namespace) -> int:

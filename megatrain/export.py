@@ -59,12 +59,14 @@ def export(
     progress: Callable[[Phase], None] = lambda phase: None,
     facts: Mapping[str, str] | None = None,
     try_it: bool = True,
+    chat_template: str = "",
 ) -> ExportReport:
     """Write `checkpoint` to the new folder `target`; `model_folder` is what the training started from.
 
-    `dtype` (a key of DTYPES): bf16 gives the weights that training computed with, fp32 the exact masters. `facts` are lines for the model
-    card (label -> text). Phases reported: export (bytes), verify. CheckpointError or ModelError when an input is damaged
-    or the result does not read back; DiskFullError. A model that does not end its answer is told, not an error.
+    `dtype` (a key of DTYPES): bf16 gives the weights that training computed with, fp32 the exact masters. `facts` are lines
+    for the model card (label -> text). `chat_template` is written when the model folder brings none. Phases reported: export
+    (bytes), verify. CheckpointError or ModelError when an input is damaged or the result does not read back; DiskFullError.
+    A model that does not end its answer is told, not an error.
     """
     from megatrain.engine import checkpoint as checkpoints
     from megatrain.models.inspect import read_config
@@ -78,7 +80,7 @@ def export(
     torch_dtype = _torch_dtype(DTYPES[dtype])
     model = build_meta_model(config, torch_dtype)
     _check_same_model(reader, model)
-    complete = partial(_complete, model_folder=model_folder, card=model_card(reader, facts or {}))
+    complete = partial(_complete, model_folder=model_folder, card=model_card(reader, facts or {}), chat_template=chat_template)
     saved = _write(reader, model, config, target, torch_dtype, progress, complete)
     progress(Phase("verify"))
     _check_readable(target, saved.problems)
@@ -159,13 +161,15 @@ def _tensors(reader: "CheckpointReader", dtype: "torch.dtype", progress: Callabl
 # What goes with the weights -------------------------------------------------------------------------------------------
 
 
-def _complete(folder: Path, model_folder: Path, card: str) -> None:
+def _complete(folder: Path, model_folder: Path, card: str, chat_template: str) -> None:
     for pattern in COMPANIONS:
         for path in sorted(model_folder.glob(pattern)):
             if path.is_file():
                 place = folder / path.relative_to(model_folder)
                 place.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, place)
+    if chat_template and not any(folder.glob("*chat_template*")):
+        (folder / "chat_template.jinja").write_text(chat_template, "utf-8")
     (folder / "README.md").write_text(card, "utf-8")
 
 

@@ -155,6 +155,15 @@ def test_companions_come_along_and_an_answer_is_tried(with_tokenizer: tuple[Path
     assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
 
+def test_the_template_of_the_training_comes_along_only_when_the_model_has_none(with_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
+    saved, source = with_tokenizer
+    export(saved, source, tmp_path / "own", try_it=False, chat_template="{{ 'ours' }}")
+    assert "ours" not in (tmp_path / "own" / "chat_template.jinja").read_text("utf-8")
+    (source / "chat_template.jinja").unlink()
+    export(saved, source, tmp_path / "ours", try_it=False, chat_template="{{ 'ours' }}")
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours").apply_chat_template([], tokenize=False) == "ours"
+
+
 def test_model_that_does_not_stop_is_reported(with_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
     saved, source = with_tokenizer
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))

@@ -14,6 +14,7 @@ from typing import Any
 from megatrain import hardware, planner
 from megatrain.config import RunConfig
 from megatrain.engine.events import Ended, Event, Phase
+from megatrain.errors import DataError
 from megatrain.plan import Plan
 from megatrain.platform import replace_file
 from megatrain.runs import supervisor
@@ -97,6 +98,11 @@ def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[
     plan = _plan(store, parts, config, shape, workspace, resume)
     data = parts.prepare_data(config, model_folder, workspace / "cache" / "data", report, cancelled, _known_tokens(store, config, resume))
     _write(folder / "data.json", data.report.to_json())
+    if data.report.largest_id >= shape.vocab_size:
+        raise DataError(
+            f"The tokenizer gives ids up to {data.report.largest_id:,}, but the model has {shape.vocab_size:,} embeddings.",
+            "The tokenizer belongs to another model: choose a model folder with its own tokenizer.",
+        )
     store.set_fact("data_for", asdict(config.data))
     if cancelled():
         raise CancelledError("stopped while it was being prepared")

@@ -104,7 +104,7 @@ def prepare_data(config, tokenizer_folder, cache_folder, progress, cancelled, ca
         if cancelled():
             raise CancelledError("while tokenising")
         time.sleep(0.02)
-    return SimpleNamespace(loader=FakeLoader(), report=SimpleNamespace(to_json=lambda: json.dumps({"rows_read": 10})))
+    return SimpleNamespace(loader=FakeLoader(), report=SimpleNamespace(largest_id=0, to_json=lambda: json.dumps({"rows_read": 10})))
 
 
 def shape(folder: Path, name: str) -> ModelShape:

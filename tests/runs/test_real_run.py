@@ -1,6 +1,9 @@
 """The real worker with the real engine: killed or stopped, resumed, and equal to the bit to a run that never stopped."""
 
+import dataclasses
+import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -109,6 +112,18 @@ def test_data_without_a_trained_token_ends_before_training_with_the_reason(works
     assert status.error.action == "choose_data"
     with pytest.raises(RunError):
         supervisor.start_worker(store, resume=True)
+
+
+def test_a_tokenizer_of_another_model_ends_before_training_with_the_reason(workspace, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(workspace / "model", model)
+    raw = json.loads((model / "config.json").read_text("utf-8"))
+    (model / "config.json").write_text(json.dumps(raw | {"vocab_size": 8}), "utf-8")
+    chosen = config(workspace, "fp32")
+    chosen = dataclasses.replace(chosen, model=dataclasses.replace(chosen.model, path=str(model), from_scratch=True))
+    store = supervisor.create_run(workspace, chosen)
+    assert worker.run(store.folder) == 15
+    assert "The tokenizer belongs to another model" in store.state().error.hint
 
 
 def test_a_plan_that_does_not_fit_ends_before_training_with_the_change(workspace, monkeypatch):
