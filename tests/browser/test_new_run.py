@@ -10,6 +10,7 @@ from megatrain.config import RunConfig
 from megatrain.runs.supervisor import list_runs
 from tests.shapes import SMALL
 from ui import draft, form, planning
+from ui.background import Background
 from ui.planning import Model
 from ui.texts.en import TEXTS
 
@@ -20,8 +21,10 @@ NASTY = "<img src=x onerror=window.hacked=1> ${window.hacked=2} {{value}} `"
 
 
 @pytest.fixture(autouse=True)
-def models(monkeypatch):
-    """A small shape, as the inspecting process would report it, for every model."""
+def first_visit(monkeypatch, dashboard):
+    """No draft, nothing asked yet, and for every model a small shape, as the inspecting process would report it."""
+    (dashboard.workspace / draft.NAME).unlink(missing_ok=True)
+    monkeypatch.setattr(planning, "BACKGROUND", Background())
     monkeypatch.setattr(planning.Planning, "_read_model", lambda self, config: Model(SMALL, chat_template=True))
 
 

@@ -29,8 +29,11 @@ def build(ctx: Context) -> None:
         return ctx.open_page("monitor", checked_run_id(event.run))
 
     def duplicate(event: gr.EventData) -> tuple[Any, Any]:
-        store = ctx.store(event.run)
-        draft.save_config(ctx.workspace, RunConfig.load(store.folder / "config.yaml"))
+        try:
+            draft.save_config(ctx.workspace, RunConfig.load(ctx.store(event.run).folder / "config.yaml"))
+        except MegaTrainError as error:
+            gr.Warning(str(error))
+            return gr.skip(), gr.skip()
         return ctx.open_page("new_run")
 
     table.open(open_monitor, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")
