@@ -185,9 +185,9 @@ def _export(options: argparse.Namespace) -> int:
 def _own_template(run_folder: Path) -> str:
     """The chat template that the run trained with, if the tokenizer had none; for other tools, without training's marks."""
     from megatrain.data.chat import FALLBACK_TEMPLATE
+    from megatrain.runs.store import load_json
 
-    data = run_folder / "data.json"
-    if not data.is_file() or json.loads(data.read_text("utf-8")).get("template") != "fallback":
+    if (load_json(run_folder / "data.json") or {}).get("template") != "fallback":
         return ""
     return FALLBACK_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 

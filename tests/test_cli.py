@@ -254,8 +254,8 @@ def trained(workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> A
 def test_an_export_is_shown_and_recorded(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
-    def write(point: Path, folder: Path, target: Path, dtype: str, progress: Any) -> export.ExportReport:
-        asked.append((point.name, folder, target, dtype))
+    def write(point: Path, folder: Path, target: Path, dtype: str, progress: Any, chat_template: str) -> export.ExportReport:
+        asked.append((point.name, folder, target, dtype, chat_template))
         for done in range(11):
             progress(Phase("export", done, 10, "bytes"))
         return export.ExportReport(str(target), dtype, 5, 1000, ("config.json",), 1.5, True, "Hello.", True, ("A notice.",))
@@ -264,7 +264,7 @@ def test_an_export_is_shown_and_recorded(trained: Any, tmp_path: Path, capsys: p
     monkeypatch.setattr(shapes, "resolve", lambda *_: tmp_path)
     name = trained.checkpoints()[0].name
     assert cli.main(["export", str(trained.folder), "--dtype", "float32"]) == 0
-    assert asked == [(name, tmp_path, trained.folder / "exports" / f"{name}-fp32", "fp32")]
+    assert asked == [(name, tmp_path, trained.folder / "exports" / f"{name}-fp32", "fp32", "")]
     shown = capsys.readouterr()
     assert "It answered: Hello. (and ended by itself)" in shown.out
     assert "A notice." in shown.out
@@ -274,10 +274,14 @@ def test_an_export_is_shown_and_recorded(trained: Any, tmp_path: Path, capsys: p
     assert cli.main(["export", str(trained.folder), "--target", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(tmp_path / "out")
     assert asked[-1][3] == "bf16"
+    (trained.folder / "data.json").write_text('{"template": "fallback"}', "utf-8")
+    assert cli.main(["export", str(trained.folder)]) == 0
+    assert "assistant" in asked[-1][4]
+    assert "generation %}" not in asked[-1][4]
 
 
 def test_a_failed_export_is_recorded(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    def write(*_: Any) -> None:
+    def write(*_: Any, **__: Any) -> None:
         raise CheckpointError("block 3 is damaged.", "Choose another checkpoint.")
 
     monkeypatch.setattr(export, "export", write)
