@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from gradio.context import Context
 from playwright.sync_api import Page
 
 from tests.ui.fake_runs import FakeRun
@@ -23,7 +24,9 @@ class Dashboard:
         self.address = ""
         self.start()
 
-    def start(self) -> None:
+    def start(self, same_version: bool = True) -> None:
+        """As a new process would: with the same code, elements have the same numbers."""
+        Context.id = 0 if same_version else 1000
         self.demo = build(self.workspace)
         self.address = launch(self.demo, port=urlsplit(self.address).port or free_port())
 

@@ -273,16 +273,19 @@ def test_the_log_is_followed_filtered_and_searched(page: Page, dashboard):
     assert page.locator(".log-lines").evaluate("box => box.scrollTop") < 200
 
 
-def test_the_page_outlives_the_dashboard(page: Page, dashboard):
+@pytest.mark.parametrize("same_version", [True, False])
+def test_the_page_outlives_the_dashboard(page: Page, dashboard, same_version):
     run = dashboard.run().start(20).train(20)
     open_run(page, dashboard, run)
     dashboard.stop()
     banner = page.get_by_text("The dashboard does not answer. Training goes on; this page reconnects by itself.")
     expect(banner).to_be_visible(**PATIENCE)
     run.train(5)
-    dashboard.start()
+    page.evaluate("window.kept = true")
+    dashboard.start(same_version)
     expect(banner).to_be_hidden(**PATIENCE)
     expect(page.locator(".strip")).to_contain_text("step 25 of 3,000", **PATIENCE)
+    assert page.evaluate("window.kept === true") == same_version, "only another version makes a reload necessary"
     page.faults.clear()  # the browser itself reports requests that failed meanwhile
 
 

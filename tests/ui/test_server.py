@@ -1,5 +1,9 @@
 """The dashboard answers this computer only, and calls from its own pages only."""
 
+import socket
+
+import gradio as gr
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -60,3 +64,39 @@ def test_nothing_in_the_head_comes_from_the_network():
     head = server.head()
     assert "https://" not in head
     assert server.PLOTLY_JS.is_file()
+
+
+def test_a_password_guards_the_pages_and_the_scripts():
+    with gr.Blocks() as demo:
+        gr.Markdown("hello")
+    address = server.launch(demo, port=free_port(), password="open sesame")
+    try:
+        script = f"{address}gradio_api/file={server.PLOTLY_JS.as_posix()}"
+        with httpx.Client() as visitor:
+            assert visitor.get(script).status_code == 401
+            assert visitor.post(f"{address}login", data={"username": "megatrain", "password": "guess"}).status_code == 400
+            assert visitor.post(f"{address}login", data={"username": "megatrain", "password": "open sesame"}).status_code == 200
+            assert visitor.get(address).status_code == 200
+    finally:
+        demo.close(verbose=False)
+
+
+def test_the_page_serves_plotly_from_the_package():
+    with gr.Blocks() as demo:
+        gr.Markdown("hello")
+    address = server.launch(demo, port=free_port())
+    try:
+        page = httpx.get(address)
+        assert f"file={server.PLOTLY_JS.as_posix()}" in page.text
+        reply = httpx.get(f"{address}gradio_api/file={server.PLOTLY_JS.as_posix()}")
+        assert reply.status_code == 200
+        assert len(reply.content) == server.PLOTLY_JS.stat().st_size
+        assert httpx.get(f"{address}gradio_api/file={server.SHARED_JS.as_posix()}").status_code in (403, 404), "no other file is served"
+    finally:
+        demo.close(verbose=False)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

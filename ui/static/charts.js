@@ -51,7 +51,7 @@ element.querySelector('.chart-bar').append(
 
 /* One card per chart. */
 for (const name of props.names) {
-  const plot = el('div', {class: 'plot', role: 'img'}), empty = el('p', {class: 'empty', hidden: true});
+  const plot = el('div', {class: 'plot', role: 'img', 'aria-label': texts[`title_${name}`]}), empty = el('p', {class: 'empty', hidden: true});
   const card = el('section', {class: 'chart', 'data-chart': name}, el('h3', {}, texts[`title_${name}`]), plot, empty);
   element.querySelector('.chart-grid').append(card);
   slots[name] = {card, plot, empty, drawn: false, inSight: false, waiting: null};

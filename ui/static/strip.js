@@ -35,9 +35,20 @@ function draw(reply) {
   if (current) announce(reply);
 }
 
+/* After a restart the page goes on by itself, as its elements have the same numbers. A dashboard of another version has others:
+   it answers, and knows none of our functions. Then only a reload helps (the form is kept as a draft). */
+const served = window.gradio_config?.app_id;
+let unanswered = 0;
+async function reloadIfRenewed() {
+  const reply = await fetch('/gradio_api/app_id').then(found => found.json()).catch(() => null);
+  if (reply && served !== undefined && reply.app_id !== served) window.location.reload();
+}
+
 const refresh = poll(element, async () => {
   const reply = await server.status({run: (props.value || {}).run || ''});
   lost.hidden = Boolean(reply);
+  unanswered = reply ? 0 : unanswered + 1;
+  if (unanswered >= 3) await reloadIfRenewed();
   if (reply && !reply.again) draw(reply);
   return reply && reply.idle ? 3000 : 1000;
 });
