@@ -13,7 +13,7 @@ from megatrain.models.blocks import BlockLayout
 from megatrain.plan import Plan, Tier
 
 PARK_ELEMENTS = 1 << 26  # largest piece that is rounded and sent at once
-_NORM_ROW = 4096  # squares are summed in fp32 over this many elements, then in fp64
+_NORM_ROW = 256  # squares are summed in fp32 over this many elements, then in fp64: more would cost the sixth digit
 
 
 def edge_accumulator_sizes(layouts: list[BlockLayout], tied: bool) -> list[int]:
