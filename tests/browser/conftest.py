@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +14,10 @@ from playwright.sync_api import Page
 from tests.ui.fake_runs import FakeRun
 from ui.dashboard import build
 from ui.server import launch
+
+
+# gradio itself, when it closes its stream of events because the page is left or loaded anew
+LEAVING = ("AbortError: signal is aborted without reason", "Unexpected error Connection errored out.")
 
 
 class Dashboard:
@@ -47,7 +52,10 @@ class Dashboard:
         for run in self.runs:
             run.close()
         self.runs.clear()
-        shutil.rmtree(self.workspace / "runs", ignore_errors=True)
+        if (self.workspace / "runs").exists():
+            gone = self.workspace / f"gone-{time.monotonic_ns()}"  # at once, whatever a page that is still open reads there
+            (self.workspace / "runs").rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -71,9 +79,14 @@ def page(page: Page) -> Iterator[Page]:
     page.set_default_timeout(60_000)
     abroad: list[str] = []
     faults: list[str] = []
+
+    def note(text: str) -> None:
+        if not text.startswith(LEAVING):
+            faults.append(text)
+
     page.on("request", lambda request: abroad.append(request.url) if _is_abroad(request.url) else None)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: note(str(error)))
+    page.on("console", lambda message: note(message.text) if message.type == "error" else None)
     page.faults = faults
     yield page
     assert not abroad, f"requests left the machine: {abroad}"

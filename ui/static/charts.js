@@ -94,7 +94,7 @@ function listen(plot) {
 /* A chart out of sight is drawn when it comes into sight; until then its newest figure waits. */
 async function paint(slot) {
   const figure = slot.waiting;
-  if (!figure || !slot.inSight) return;
+  if (!figure || !(slot.inSight || figure.empty)) return;
   slot.waiting = null;
   setText(slot.empty, figure.empty || '');
   slot.empty.hidden = !figure.empty;
