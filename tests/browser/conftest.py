@@ -15,7 +15,6 @@ from tests.ui.fake_runs import FakeRun
 from ui.dashboard import build
 from ui.server import launch
 
-
 # gradio itself, when it closes its stream of events because the page is left or loaded anew
 LEAVING = ("AbortError: signal is aborted without reason", "Unexpected error Connection errored out.")
 

@@ -39,13 +39,14 @@ function draw(reply) {
    it answers, and knows none of our functions. Then only a reload helps (the form is kept as a draft). */
 const served = window.gradio_config?.app_id;
 let unanswered = 0;
+const ask = () => server.status({run: (props.value || {}).run || ''});
 async function reloadIfRenewed() {
   const reply = await fetch('/gradio_api/app_id').then(found => found.json()).catch(() => null);
-  if (reply && served !== undefined && reply.app_id !== served) window.location.reload();
+  if (reply && served !== undefined && reply.app_id !== served && !(await ask())) window.location.reload();
 }
 
 const refresh = poll(element, async () => {
-  const reply = await server.status({run: (props.value || {}).run || ''});
+  const reply = await ask();
   lost.hidden = Boolean(reply);
   unanswered = reply ? 0 : unanswered + 1;
   if (unanswered >= 3) await reloadIfRenewed();
