@@ -1,4 +1,4 @@
-"""`python -m megatrain bench` measures whole training steps of a named shape: speed, peaks, and whether memory stays flat.
+"""`python -m megatrain.bench` measures whole training steps of a named shape: speed, peaks, and whether memory stays flat.
 
 The model has random weights and the real shape; the text is Python's own library, a byte per token, so that neither hub
 nor tokenizer is needed. A table for people goes to stdout, the last line is JSON. Measured figures are kept as lines of
@@ -185,7 +185,7 @@ def record(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def report_markdown(rows: list[dict[str, Any]]) -> str:
     """RESULTS.md from the lines of results.jsonl: one table per machine, newest figure of each work last."""
-    origin = "Generated from results.jsonl by `python -m megatrain bench --report`; every figure was measured."
+    origin = "Generated from results.jsonl by `python -m megatrain.bench --report`; every figure was measured."
     lines = ["# Measured results", "", origin, ""]
     for machine in dict.fromkeys(row["machine"] for row in rows):
         lines += [f"## {machine}", "", "| date | work | figure | unit | bar | commit | command |", "|---|---|---|---|---|---|---|"]
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     result = measure(config, options.shape, options.steps, options.seconds)
     print_table(result)
     if options.record:
-        command = "python -m megatrain bench " + " ".join(argv if argv is not None else sys.argv[1:])
+        command = "python -m megatrain.bench " + " ".join(argv if argv is not None else sys.argv[1:])
         record(options.record, rows_of(result, config, command, options.machine or "this machine"))
     print(json.dumps(result))
     return 0
