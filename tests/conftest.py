@@ -5,6 +5,8 @@ The variables are set before anything loads torch or gradio, and child processes
 
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -40,6 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_workspace(tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test touches the workspace of the person who runs it, also not through a process that it starts."""
     os.environ["MEGATRAIN_WORKSPACE"] = str(tmp_path_factory.mktemp("workspace"))
+
+
+@pytest.fixture(autouse=True)
+def _usual_arithmetic() -> Iterator[None]:
+    """Training in the tests' own process flushes denormal numbers to zero; the next test gets ordinary arithmetic again."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
