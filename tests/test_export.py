@@ -161,7 +161,8 @@ def test_the_template_of_the_training_comes_along_only_when_the_model_has_none(w
     assert "ours" not in (tmp_path / "own" / "chat_template.jinja").read_text("utf-8")
     (source / "chat_template.jinja").unlink()
     export(saved, source, tmp_path / "ours", try_it=False, chat_template="{{ 'ours' }}")
-    assert AutoTokenizer.from_pretrained(tmp_path / "ours").apply_chat_template([], tokenize=False) == "ours"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert AutoTokenizer.from_pretrained(tmp_path / "ours").apply_chat_template(messages, tokenize=False) == "ours"
 
 
 def test_model_that_does_not_stop_is_reported(with_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
