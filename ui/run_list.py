@@ -46,7 +46,7 @@ class RunList:
         return {
             **self._line(store),
             "folder": str(store.folder),
-            "error": None if error is None else {"title": error.title, "text": error.text, "hint": error.hint},
+            "explanation": None if error is None else {"title": error.title, "text": error.text, "hint": error.hint},
             "yaml": _yaml(store.folder),
             "checkpoints": [_checkpoint(found) for found in reversed(checkpoints)],
             "export": None if status.state is RunState.DAMAGED else _export(latest_export(store)),

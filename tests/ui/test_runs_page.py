@@ -67,8 +67,8 @@ def test_the_detail_of_a_crashed_run_explains_it(workspace):
     run = workspace("gone").start(60).train(60)
     run.vanish()
     detail = RunList(Feeds(workspace.folder)).detail(run.run_id)
-    assert detail["error"]["title"]
-    assert detail["error"]["text"]
+    assert detail["explanation"]["title"]
+    assert detail["explanation"]["text"]
     assert "global_batch_tokens" in detail["yaml"]
     assert detail["buttons"]["start"]["enabled"]
 
@@ -77,7 +77,7 @@ def test_the_detail_of_a_damaged_folder(workspace):
     folder = workspace.folder / "runs" / "no-record"
     folder.mkdir(parents=True)
     detail = RunList(Feeds(workspace.folder)).detail("no-record")
-    assert detail["error"]["title"]
+    assert detail["explanation"]["title"]
     assert [action for action, spec in detail["buttons"].items() if spec["enabled"]] == ["delete"]
 
 

@@ -128,8 +128,8 @@ function buttons() {
 function drawDetail() {
   if (!detail) return;
   show(box, [detail, chosen], () => [
-    detail.error ? el('div', {class: 'explanation', role: 'alert'}, el('h3', {}, detail.error.title), el('p', {}, detail.error.text),
-      detail.error.hint ? el('p', {class: 'hint'}, detail.error.hint) : '') : '',
+    detail.explanation ? el('div', {class: 'explanation', role: 'alert'}, el('h3', {}, detail.explanation.title), el('p', {}, detail.explanation.text),
+      detail.explanation.hint ? el('p', {class: 'hint'}, detail.explanation.hint) : '') : '',
     buttons(),
     detail.buttons.resume?.enabled ? el('p', {class: 'quiet'}, window.MegaTrain.filled(texts.resume_note, {
       step: (detail.checkpoints.find(found => found.name === chosen) || {}).step || '', steps: detail.steps})) : '',
