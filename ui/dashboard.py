@@ -28,6 +28,7 @@ def build(workspace: Path) -> gr.Blocks:
     feeds = Feeds(workspace)
     with gr.Blocks(title=text("shell.title"), analytics_enabled=False, fill_width=True) as demo:
         run = gr.Textbox(visible="hidden", elem_id="selected-run", label="run")
+        landed = gr.Textbox(visible="hidden", label="page")
         strip = status_strip(feeds)
         with gr.Tabs(elem_id="pages", overflow_behavior="wrap") as tabs:
             ctx = Context(workspace, feeds, run, tabs)
@@ -35,18 +36,18 @@ def build(workspace: Path) -> gr.Blocks:
                 with gr.Tab(text(f"shell.page_{name}"), id=name, elem_id=f"page-{name}") as tab:
                     ctx.pages[name] = tab
                     build_page(ctx)
-                tab.select(None, js=f"() => MegaTrain.remember({{view: '{name}'}})")
         run.change(None, run, strip, js="run => { MegaTrain.remember({run}); return {run}; }")
 
         def open_monitor(event: gr.EventData) -> tuple[Any, Any]:
             return ctx.open_page("monitor", checked_run_id(event.run))
 
-        def arrive(request: gr.Request) -> tuple[Any, Any]:
+        def arrive(request: gr.Request) -> tuple[str, str]:
             wanted = dict(request.query_params)
-            return ctx.open_page(*landing(feeds, wanted.get("view", ""), wanted.get("run", "")))
+            return landing(feeds, wanted.get("view", ""), wanted.get("run", ""))
 
         strip.open(open_monitor, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")
-        demo.load(arrive, None, ctx.open_outputs, show_progress="hidden", api_visibility="private")
+        demo.load(arrive, None, [landed, run], show_progress="hidden", api_visibility="private")
+        landed.change(None, landed, js="view => MegaTrain.land(view)")
     return demo
 
 

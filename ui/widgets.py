@@ -134,7 +134,7 @@ def monitor_reply(feed: RunFeed, request: Any, now: float) -> Reply:
         "buttons": controls.buttons(rows, count, now), "pending": controls.pending_words(rows), "error": controls.explanation(rows, count),
         "phases": view.phases(rows), "numbers": view.numbers(rows, now), "idle": not rows.status.is_active, "seen": rows.seen,
     }  # fmt: skip
-    offset = _asked(request, "log")
+    offset = _asked(request, "log_offset")
     reply["log"] = feed.log(offset if isinstance(offset, int) else -1)
     if _asked(request, "seen") != rows.seen:
         reply |= {"figures": charts.figures(rows, options), "events": view.events(rows)}

@@ -35,7 +35,7 @@ def test_figures_come_once(run, tmp_path):
     poll = function(widgets.live_charts(Feeds(tmp_path)), "poll")
     first = poll({"run": run.run_id})
     assert {"figures", "events"} <= first.keys()
-    again = poll({"run": run.run_id, "seen": first["seen"], "log": first["log"]["offset"]})
+    again = poll({"run": run.run_id, "seen": first["seen"], "log_offset": first["log"]["offset"]})
     assert not {"figures", "events"} & again.keys()
     assert again["log"]["text"] == ""
     run.train(1)

@@ -56,6 +56,6 @@ copy.addEventListener('click', async () => {
   setTimeout(() => setText(copy, texts.log_copy), 1500);
 });
 hear(element, 'megatrain:other-run', () => { offset = -1; lines = []; redraw(); });
-hear(element, 'megatrain:ask', request => { request.log = offset; });
+hear(element, 'megatrain:ask', request => { request.log_offset = offset; });
 hear(element, 'megatrain:run', reply => { if (reply.log) take(reply.log); });
 redraw();

@@ -42,6 +42,35 @@ window.MegaTrain = (() => {
     document.getElementById(`page-${name}-button`)?.click();
   }
 
+  /*
+   * The page that the address asks for. Gradio selects its first tab at a moment of its own, before or after the dashboard has answered:
+   * until the wanted tab has stayed selected for a second, or somebody used the page, no other selection counts.
+   */
+  let landing = new URL(window.location.href).searchParams.get('view') || '';
+  let settled = false, shownSince = 0;
+  const isShown = button => button.getAttribute('aria-selected') === 'true';
+  function hold() {
+    const button = landing && document.getElementById(`page-${landing}-button`);
+    if (settled || !button) shownSince = 0;
+    else if (!isShown(button)) { shownSince = 0; button.click(); }
+    else if (!shownSince) shownSince = Date.now();
+    else if (Date.now() - shownSince > 1000) settle();
+    if (!settled) setTimeout(hold, 50);
+  }
+  /** From now on the address follows the page that is shown. */
+  function settle() {
+    settled = true;
+    const button = [...document.querySelectorAll('[role=tab][id^=page-]')].find(isShown);
+    if (button) remember({view: button.id.replace(/^page-|-button$/g, '')});
+  }
+  /** The dashboard says which page the address means: it may name none, or one that does not exist. */
+  function land(view) { if (!settled) landing = view; }
+  for (const use of ['pointerdown', 'keydown']) {
+    document.addEventListener(use, event => { if (event.isTrusted) settled = true; }, {capture: true});
+  }
+  new MutationObserver(() => settled && settle()).observe(document, {subtree: true, attributeFilter: ['aria-selected']});
+  hold();
+
   const seen = element => element.isConnected && element.getClientRects().length > 0 && document.visibilityState === 'visible';
 
   /**
@@ -130,5 +159,5 @@ window.MegaTrain = (() => {
     };
   }
 
-  return {el, show, setText, filled, remember, openPage, poll, hear, say, seen, buttons, sender};
+  return {el, show, setText, filled, remember, land, openPage, poll, hear, say, seen, buttons, sender};
 })();

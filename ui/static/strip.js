@@ -35,8 +35,8 @@ function draw(reply) {
   if (current) announce(reply);
 }
 
-/* After a restart the page goes on by itself, as its elements have the same numbers. A dashboard of another version has others:
-   it answers, and knows none of our functions. Then only a reload helps (the form is kept as a draft). */
+/* After a restart the page goes on by itself, as its elements have the same numbers (gradio loads it anew if it was waiting for an
+   event). A dashboard of another version has others: it answers, and knows none of our functions. Then only a reload helps. */
 const served = window.gradio_config?.app_id;
 let unanswered = 0;
 const ask = () => server.status({run: (props.value || {}).run || ''});
