@@ -1,4 +1,4 @@
-"""`python -m megatrain.bench` measures whole training steps of a named shape: speed, peaks, and whether memory stays flat.
+"""`python -m megatrain bench` measures whole training steps of a named shape: speed, peaks, and whether memory stays flat.
 
 The model has random weights and the real shape; the text is Python's own library, a byte per token, so that neither hub
 nor tokenizer is needed. A table for people goes to stdout, the last line is JSON. Measured figures are kept as lines of
@@ -8,7 +8,6 @@ assets/bench/results.jsonl, from which assets/bench/RESULTS.md is generated.
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -185,7 +184,7 @@ def record(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def report_markdown(rows: list[dict[str, Any]]) -> str:
     """RESULTS.md from the lines of results.jsonl: one table per machine, newest figure of each work last."""
-    origin = "Generated from results.jsonl by `python -m megatrain.bench --report`; every figure was measured."
+    origin = "Generated from results.jsonl by `python -m megatrain bench --report`; every figure was measured."
     lines = ["# Measured results", "", origin, ""]
     for machine in dict.fromkeys(row["machine"] for row in rows):
         lines += [f"## {machine}", "", "| date | work | figure | unit | bar | commit | command |", "|---|---|---|---|---|---|---|"]
@@ -243,8 +242,9 @@ def print_table(result: dict[str, Any], write: Callable[[str], object] = print) 
         write(f"{key:24} {text}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatrain.bench", description="Measure training steps of a named shape.")
+def main(argv: list[str]) -> int:
+    """Measure, print, and record if asked; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatrain bench", description="Measure training steps of a named shape.")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--vram-limit-gib", type=float, default=None)
@@ -277,11 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     result = measure(config, options.shape, options.steps, options.seconds)
     print_table(result)
     if options.record:
-        command = "python -m megatrain.bench " + " ".join(argv if argv is not None else sys.argv[1:])
+        command = "python -m megatrain bench " + " ".join(argv)
         record(options.record, rows_of(result, config, command, options.machine or "this machine"))
     print(json.dumps(result))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

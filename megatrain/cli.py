@@ -1,4 +1,4 @@
-"""The command line: python -m megatrain doctor | plan | train | resume | export | verify.
+"""The command line: python -m megatrain doctor | plan | train | resume | export | verify | bench.
 
 Each command is: parse, one call, print. It works on the YAML that the page saves and on the runs that the page shows.
 Exit codes: 0 done, 1 found something wrong, 2 cannot be done as asked, 3 left before the end, 130 interrupted.
@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,25 @@ DTYPES = {"bf16": "bf16", "fp32": "fp32", "bfloat16": "bf16", "float32": "fp32"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. What a user can mend is printed without a traceback."""
-    options = _parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:  # has options of its own
+        return _guarded(lambda: _bench(arguments[1:]), as_json=False)
+    options = _parser().parse_args(arguments)
     options.workspace = options.workspace.expanduser()
+    return _guarded(lambda: options.command(options), options.json)
+
+
+def _guarded(command: Callable[[], int], as_json: bool) -> int:
     try:
-        return options.command(options)
+        return command()
     except MegaTrainError as error:
-        return _print_error(error, options.json)
+        return _print_error(error, as_json)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has enough, as in `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return WRONG
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _print_error(MegaTrainError(f"{what}."), options.json)
+        return _print_error(MegaTrainError(f"{what}."), as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -74,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--to", "--target", dest="target", type=Path, help="folder to write; inside the run by default")
     verify = command("verify", _verify, "compare sizes and checksums of checkpoints with what was written")
     verify.add_argument("path", help="id of a run, its folder, or the folder of one checkpoint")
+    command("bench", None, "measure training steps of a named shape on this machine; see bench --help")
     return parser
 
 
@@ -212,6 +220,12 @@ def _verify(options: argparse.Namespace) -> int:
         if not results:
             print("This run has no checkpoints.")
     return WRONG if any(results.values()) else DONE
+
+
+def _bench(arguments: list[str]) -> int:
+    from megatrain import bench
+
+    return bench.main(arguments)
 
 
 def _find_run(name: str, workspace: Path) -> Any:

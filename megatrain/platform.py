@@ -256,18 +256,6 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def pin(register: Callable[[int, int], int], address: int, num_bytes: int, clear_error: Callable[[], object]) -> bool:
-    """Registers host memory with the GPU driver; False where the system refuses, with the driver's error cleared.
-
-    `register(address, num_bytes)` is cudaHostRegister and returns its status. A refused call leaves an error behind
-    that the next, innocent call would report as "out of memory" of an empty card; `clear_error` fetches it.
-    """
-    if register(address, num_bytes) == 0:
-        return True
-    clear_error()
-    return False
-
-
 def pinned_limit_bytes(ram_total_bytes: int) -> int:
     """Memory that may be pinned. Windows refuses near half of RAM; Linux takes nearly all, but the rest must breathe."""
     return int(ram_total_bytes * (0.45 if WINDOWS or is_wsl() else 0.9))

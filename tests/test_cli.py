@@ -63,7 +63,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert all(name in text for name in ("doctor", "plan", "train", "resume", "export", "verify"))
+    assert all(name in text for name in ("doctor", "plan", "train", "resume", "export", "verify", "bench"))
+
+
+def test_bench_has_options_of_its_own(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "--help"])
+    assert caught.value.code == 0
+    assert "usage: python -m megatrain bench" in (text := capsys.readouterr().out)
+    assert "--vram-limit-gib" in text
 
 
 def test_the_program_says_no_without_a_traceback(tmp_path: Path):

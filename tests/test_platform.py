@@ -223,13 +223,6 @@ def test_direct_io_falls_back_to_ordinary_where_it_is_refused(tmp_path, monkeypa
         platform.open_direct(tmp_path / "nothing")
 
 
-def test_refused_pinning_clears_the_drivers_error():
-    errors = ["out of memory"]
-    assert platform.pin(lambda address, size: 2, 4096, 8192, errors.clear) is False
-    assert errors == []
-    assert platform.pin(lambda address, size: 0, 4096, 8192, lambda: pytest.fail("nothing to clear")) is True
-
-
 def test_windows_and_wsl_pin_less(monkeypatch):
     monkeypatch.setattr(platform, "is_wsl", lambda: False)
     linux = platform.pinned_limit_bytes(100)

@@ -213,9 +213,10 @@ def latest_export(store: RunStore) -> dict[str, Any] | None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment; the program is found wherever the current folder is."""
+    """This process's environment; the program is found wherever the current folder is, and CUDA numbers GPUs as NVML does."""
     root = str(Path(megatrain.__file__).resolve().parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ, "PYTHONPATH": path}
 
 
 @contextlib.contextmanager

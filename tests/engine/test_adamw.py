@@ -1,12 +1,14 @@
-"""The update of a flat block is torch's AdamW, bit for bit, with decay only where it belongs."""
+"""The update of a flat block is torch's AdamW, decay only where it belongs: its bits in operations, its rounding in the kernel."""
 
+import logging
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from megatrain.engine import adamw
+from megatrain.engine import adamw, adamw_cpu
 from megatrain.engine.adamw import Update, update_block
 from megatrain.engine.codecs import merge_master, split_master
 from megatrain.models.blocks import BlockLayout, lay_out
@@ -19,6 +21,20 @@ def layout_of(sizes: list[int], dtype: torch.dtype, fp32: tuple[int, ...] = ()) 
     params = {f"p{i}": torch.empty(size, device="meta") for i, size in enumerate(sizes)}
     kept, decay = frozenset(f"p{i}" for i in fp32), frozenset(f"p{i}" for i in range(0, len(sizes), 2))
     return lay_out("block", "kind", params, {}, dtype, kept, decay, frozenset())
+
+
+@pytest.fixture(params=["kernel", "operations"], autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test with the fused kernel, and without numba."""
+    if request.param == "operations":
+        monkeypatch.setattr(adamw_cpu, "_kernel", lambda: None)
+    else:
+        assert adamw_cpu._kernel() is not None
+    return request.param == "kernel"
+
+
+def assert_same(value: torch.Tensor, expected: torch.Tensor, kernel: bool) -> None:
+    torch.testing.assert_close(value, expected, rtol=1e-6 * kernel, atol=2e-7 * kernel)
 
 
 class Block:
@@ -64,8 +80,11 @@ def update_at(count: int, clip: float = 1.0, weight_decay: float = 0.1) -> Updat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("clip", [1.0, 0.3])
-def test_same_bits_as_torch(dtype: torch.dtype, gradient_dtype: torch.dtype, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_as_torch(
+    dtype: torch.dtype, gradient_dtype: torch.dtype, clip: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adamw, "_PIECE_PER_THREAD", 61)  # pieces that begin and end anywhere
+    monkeypatch.setattr(adamw_cpu, "_PIECE", 61)
     block = Block(layout_of(SIZES, dtype, fp32=(1, 4)), gradient_dtype=gradient_dtype)
     params = {name: value.clone().requires_grad_() for name, value in block.start.items()}
     decay = {entry.name: entry.decay for entry in block.layout.entries}
@@ -82,12 +101,12 @@ def test_same_bits_as_torch(dtype: torch.dtype, gradient_dtype: torch.dtype, cli
         optimizer.step()
         block.update(update_at(count, clip))
         for name, value in block.master().items():
-            assert torch.equal(value, params[name]), (name, count)
+            assert_same(value, params[name].detach(), kernel)
         assert torch.equal(block.grads, before)
     state = optimizer.state
     for flat, key in ((block.exp_avg, "exp_avg"), (block.exp_avg_sq, "exp_avg_sq")):
         for name, view in block.layout.flat_views(flat).items():
-            assert torch.equal(view, state[params[name]][key])
+            assert_same(view, state[params[name]][key], kernel)
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 17, 127])
@@ -144,3 +163,53 @@ def test_small_steps_add_up_in_the_rest() -> None:
         block.update(Update(count, 1e-5, 1.0, 0.9, 0.95, 1e-8, 0.0))
         assert math.isfinite(float(block.master()["p0"].sum()))
     torch.testing.assert_close(start - block.master()["p0"], torch.full((64,), 1e-3), rtol=2e-3, atol=2e-6)
+
+
+def test_neither_pieces_nor_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for piece, threads in ((1 << 18, 2), (7, 1), (20_000, 3)):
+        monkeypatch.setattr(adamw_cpu, "_PIECE", piece)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        block = Block(layout_of([30_001, 17], torch.bfloat16, fp32=(1,)), gradient_dtype=torch.bfloat16)
+        for count in (1, 2, 3):
+            block.draw_gradients()
+            block.update(update_at(count, clip=0.7))
+        found.append((block.weights, block.masters, block.exp_avg, block.exp_avg_sq))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_may_begin_at_any_element(gradient_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    flat = [torch.randn(1040, generator=generator).to(dtype) for dtype in (torch.float32, gradient_dtype, torch.float32, torch.float32)]
+    flat[3].abs_()
+    params, grads, first, second = (state[k : k + 1033] for k, state in enumerate(flat))
+    expected = [state.clone() for state in (params, first, second)]
+    scalars = update_at(3).scalars(decay=True)
+    adamw._update_range(expected[0], None, grads.clone(), expected[1], expected[2], scalars)
+    if not adamw_cpu.update_range(params, None, grads, first, second, scalars):
+        adamw._update_range(params, None, grads, first, second, scalars)
+    for state, value in zip((params, first, second), expected, strict=True):
+        torch.testing.assert_close(state, value, rtol=1e-6, atol=2e-7)
+
+
+def test_moments_that_fade_become_zero_and_stay_fast(kernel: bool) -> None:
+    if not kernel:
+        pytest.skip("torch's own threads decide")
+    block = Block(layout_of([64], torch.float32))
+    block.exp_avg_sq.fill_(1.2e-38)  # the smallest normal number, nearly
+    block.update(update_at(1))
+    assert not block.exp_avg_sq.any()
+
+
+def test_without_numba_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(adamw_cpu, "_kernel", adamw_cpu._load_kernel)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    block = Block(layout_of([64], torch.float32))
+    block.draw_gradients()
+    before = block.weights.clone()
+    with caplog.at_level(logging.WARNING):
+        block.update(update_at(1))
+    assert "numba does not load" in caplog.text
+    assert not torch.equal(block.weights, before)

@@ -446,10 +446,11 @@ def test_an_export_whose_process_is_gone_has_failed(workspace):
 
 def test_the_worker_gets_arguments_as_a_list_and_the_environment(workspace, monkeypatch, tmp_path):
     out = tmp_path / "out.json"
-    code = f"import json, os, sys; json.dump([sys.argv[1:], os.environ.get('OMP_NUM_THREADS'), os.getcwd()], open({str(out)!r}, 'w'))"
+    seen = "[os.environ.get(name) for name in ('OMP_NUM_THREADS', 'CUDA_DEVICE_ORDER')]"
+    code = f"import json, os, sys; json.dump([sys.argv[1:], *{seen}], open({str(out)!r}, 'w'))"
     monkeypatch.setattr(supervisor, "WORKER", (sys.executable, "-c", code))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     store = supervisor.create_run(workspace, config("$(touch hacked); `x`"))
     supervisor.start_worker(store)
     wait_until(store, RunState.CRASHED)
-    assert json.loads(out.read_text("utf-8"))[:2] == [[str(store.folder.resolve())], "3"]
+    assert json.loads(out.read_text("utf-8")) == [[str(store.folder.resolve())], "3", "PCI_BUS_ID"]

@@ -1,0 +1,117 @@
+"""AdamW on the CPU in one visit per parameter: masters joined, updated and split again while they are in the cache.
+
+Compiled by numba, which needs no compiler on the user's machine. Bound by memory: 26 bytes per parameter with split
+masters and bf16 gradients, 28 in fp32. Threads of torch's number, each with pieces of its own; an element's result
+depends on nothing but its own states, so neither pieces nor threads change a bit.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+_CHUNK = 1 << 13  # elements: the scratch of one visit stays in the fastest cache
+_PIECE = 1 << 18  # elements of one task: long against handing it over, short enough to share out evenly
+
+log = logging.getLogger(__name__)
+
+
+def update_range(
+    params: torch.Tensor,
+    rests: torch.Tensor | None,
+    grads: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scalars: tuple[float, ...],
+) -> bool:
+    """Update n parameters in place; False, with nothing done, where numba does not work.
+
+    params: [n] fp32, or [n] bf16 halves with rests: [n] int16 (see codecs). grads: [n] bf16 or fp32, kept.
+    exp_avg, exp_avg_sq: [n] fp32. scalars: those of `adamw.Update.scalars`. All contiguous, on the CPU.
+    """
+    kernel = _kernel()
+    if kernel is None:
+        return False
+    nothing16, nothing32 = np.empty(0, np.int16), np.empty(0, np.float32)
+    split, narrow = rests is not None, grads.dtype is torch.bfloat16
+    arrays = (
+        nothing32 if split else params.numpy(),
+        params.view(torch.int16).numpy() if split else nothing16,
+        nothing16 if rests is None else rests.numpy(),
+        nothing32 if narrow else grads.numpy(),
+        grads.view(torch.int16).numpy() if narrow else nothing16,
+        exp_avg.numpy(),
+        exp_avg_sq.numpy(),
+    )
+    numbers = tuple(np.float32(scalar) for scalar in scalars)
+
+    def work(first: int) -> None:
+        kernel(*(array[first : first + _PIECE] for array in arrays), split, narrow, *numbers)
+
+    list(_pool(torch.get_num_threads()).map(work, range(0, len(exp_avg), _PIECE)))
+    return True
+
+
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    # moments of rows that are not hit again become denormal, which makes the processor ten times slower
+    flush = functools.partial(torch.set_flush_denormal, True)
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="adamw", initializer=flush)
+
+
+def _load_kernel() -> Callable[..., None] | None:
+    """The compiled kernel, from numba's cache on disk where it can be written; None without numba."""
+    try:
+        import numba
+    except (ImportError, OSError) as error:
+        log.warning("updates on the CPU take several times longer: numba does not load (%s)", error)
+        return None
+    options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(_adamw)
+    except RuntimeError:  # no folder for the cache: compiled anew in every process
+        return numba.njit(**options)(_adamw)
+
+
+_kernel = functools.cache(_load_kernel)
+
+
+def _adamw(  # type: ignore[no-untyped-def]  # numba's types
+    params, halves, rests, grads, grad_bits, exp_avg, exp_avg_sq, split, narrow,
+    clip, keep, rate1, beta2, rate2, step_size, root, eps,
+):  # fmt: skip
+    master_bits, gradient_bits = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.int32)
+    masters, gradients = master_bits.view(np.float32), gradient_bits.view(np.float32)
+    for start in range(0, exp_avg.size, _CHUNK):
+        first, second = exp_avg[start : start + _CHUNK], exp_avg_sq[start : start + _CHUNK]
+        count = first.size
+        # one short loop per conversion: each becomes vector instructions by itself
+        if narrow:
+            narrow_gradients = grad_bits[start : start + count]
+            for i in range(count):
+                gradient_bits[i] = np.int32(narrow_gradients[i]) << 16
+            gradient = gradients[:count]
+        else:
+            gradient = grads[start : start + count]
+        if split:
+            half, rest = halves[start : start + count], rests[start : start + count]
+            for i in range(count):
+                master_bits[i] = (np.int32(half[i]) << 16) + np.int32(rest[i])
+            param = masters[:count]
+        else:
+            param = params[start : start + count]
+        for i in range(count):
+            g = gradient[i] * clip
+            m = first[i] + rate1 * (g - first[i])
+            v = second[i] * beta2 + rate2 * g * g
+            first[i], second[i] = m, v
+            param[i] = param[i] * keep - step_size * m / (np.sqrt(v) / root + eps)
+        if split:
+            for i in range(count):
+                high = (master_bits[i] + 0x8000) >> 16
+                half[i] = high
+                rest[i] = master_bits[i] - (high << 16)
