@@ -84,6 +84,7 @@ def _adamw(  # type: ignore[no-untyped-def]  # numba's types
     params, halves, rests, grads, grad_bits, exp_avg, exp_avg_sq, split, narrow,
     clip, keep, rate1, beta2, rate2, step_size, root, eps,
 ):  # fmt: skip
+    scaled_step, scaled_eps = step_size * root, eps * root  # the correction of the second moment, without a division per element
     master_bits, gradient_bits = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.int32)
     masters, gradients = master_bits.view(np.float32), gradient_bits.view(np.float32)
     for start in range(0, exp_avg.size, _CHUNK):
@@ -109,7 +110,7 @@ def _adamw(  # type: ignore[no-untyped-def]  # numba's types
             m = first[i] + rate1 * (g - first[i])
             v = second[i] * beta2 + rate2 * g * g
             first[i], second[i] = m, v
-            param[i] = param[i] * keep - step_size * m / (np.sqrt(v) / root + eps)
+            param[i] = param[i] * keep - scaled_step * m / (np.sqrt(v) + scaled_eps)
         if split:
             for i in range(count):
                 high = (master_bits[i] + 0x8000) >> 16
