@@ -310,7 +310,7 @@ class RunStore:
             self._last_command = number
 
     def _background(self) -> None:
-        beat = 0.0
+        beat, abandoned = 0.0, False
         while not self._closing:
             self._wake.wait(FLUSH_S)
             self._wake.clear()
@@ -319,6 +319,10 @@ class RunStore:
             if time.monotonic() - beat >= 1.0:
                 self.heartbeat()
                 beat = time.monotonic()
+            if not abandoned and not self.folder.exists():
+                abandoned = True
+                log.error("The run's folder %s was moved or deleted: there is nothing left to write to. Stopping.", self.folder)
+                self._commands.appendleft((0, "stop_discard"))
 
     def _repair(self) -> None:
         """Sets a damaged database aside and writes what this process knows into a new one. A live worker does it itself."""

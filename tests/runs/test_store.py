@@ -323,3 +323,17 @@ def test_log_tail_shows_the_end_whatever_bytes_it_holds(store):
     assert store.log_tail() == ""
     (store.folder / "worker.log").write_bytes(b"x" * 100 + b"\xff\xfe end\n")
     assert store.log_tail(8).endswith(" end\n")
+
+
+def test_a_deleted_folder_stops_its_worker(store, tmp_path, caplog):
+    store.start_background()
+    store.log_step(step(1))
+    store.folder.rename(tmp_path / "elsewhere")
+    give_up = time.monotonic() + 10
+    while (command := store.take_command()) is None:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    assert command == "stop_discard"
+    assert "moved or deleted" in caplog.text
+    time.sleep(1.2)
+    assert store.take_command() is None

@@ -152,7 +152,7 @@ class NewRunPage:
                 self.form.place("checkpoint.every_minutes", min_width=140)
                 self.form.place("checkpoint.keep", min_width=140)
             self.review = gr.HTML(apply_default_css=False, elem_id="review")
-            self.start = gr.Button(text("new_run.start"), variant="primary", elem_id="start")
+            self.start = gr.Button(text("new_run.missing_reading"), interactive=False, variant="primary", elem_id="start")
             self.started = gr.HTML(apply_default_css=False, elem_id="start-note")
             with gr.Accordion(text("new_run.as_file"), open=False):
                 self.yaml = gr.Code(language="yaml", label=text("new_run.yaml"), interactive=True, lines=12, max_lines=24, elem_id="yaml")
