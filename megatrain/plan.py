@@ -67,6 +67,7 @@ class Plan:
     group_micro_batches: int  # micro-batches per group; layer-major inside a group
     weight_slots: int = 2  # ring of device slots for streamed layers
     grad_slots: int = 1  # ring of fp32 device accumulators for layers whose gradients are not accumulated at home
+    disk_slots: int = 3  # ring of host slots for each kind of state that some block keeps on disk
     inputs_tier: Tier = Tier.VRAM  # stored layer inputs
     accumulators_tier: Tier = Tier.VRAM  # fp32 gradients between groups, when there are several
     device: str = "cpu"

@@ -5,7 +5,6 @@ I/O (tmpfs), files that cannot be replaced while open (Windows), memory that can
 simulate the refusals by replacing the small `_system_*` functions at the end of this file.
 """
 
-import ctypes
 import errno
 import json
 import os
@@ -245,12 +244,28 @@ def open_direct(path: Path, flags: int = os.O_RDONLY) -> tuple[int, bool]:
     return _system_open(path, flags), False
 
 
-def aligned_buffer(num_bytes: int) -> memoryview:
-    """Memory for direct I/O: its address is a multiple of DIRECT_ALIGNMENT."""
-    raw = bytearray(num_bytes + DIRECT_ALIGNMENT)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(raw))
-    start = -address % DIRECT_ALIGNMENT
-    return memoryview(raw)[start : start + num_bytes]
+def open_scratch(folder: Path, num_bytes: int) -> tuple[int, bool]:
+    """(descriptor, direct) of a new file of this size in `folder` that has no name.
+
+    The system frees it when this process ends, however it ends, so nothing is ever left behind. All of its space is taken
+    now where the system can do that: OSError ENOSPC here, not in the middle of a run.
+    """
+    path = folder / f".megatrain-{os.getpid()}-{os.urandom(6).hex()}.states"
+    created = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
+    descriptor, direct = _system_open(path, created), False
+    if not WINDOWS:  # there O_TEMPORARY removes it when it is closed
+        plain = descriptor
+        try:
+            descriptor, direct = open_direct(path, os.O_RDWR)  # not at once: some systems create the file and then refuse
+        finally:
+            path.unlink()
+            os.close(plain)
+    try:
+        _system_allocate(descriptor, num_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, direct
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -347,3 +362,10 @@ else:
 
     def _system_write_at(descriptor: int, view: memoryview, offset: int) -> int:
         return os.pwrite(descriptor, view, offset)
+
+
+def _system_allocate(descriptor: int, num_bytes: int) -> None:
+    if num_bytes and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    else:
+        os.truncate(descriptor, num_bytes)

@@ -6,10 +6,12 @@ skeletons give is computed once per process.
 
 import contextlib
 import itertools
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -20,15 +22,23 @@ from megatrain.engine.debug import Debug
 from megatrain.engine.device import Device
 from megatrain.engine.engine import Engine
 from megatrain.models.skeleton import Skeleton
-from megatrain.plan import Placement, Plan, Tier
+from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.precision import PRECISIONS
 from tests import reference
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.reference import Recipe, Trained
 
-VRAM, RAM = Tier.VRAM, Tier.RAM
-ALL_VRAM, ALL_RAM = Placement(VRAM, VRAM, VRAM, VRAM), Placement()
+VRAM, RAM, NVME = Tier.VRAM, Tier.RAM, Tier.NVME
+ALL_VRAM, ALL_RAM, ALL_NVME = Placement(VRAM, VRAM, VRAM, VRAM), Placement(), Placement(NVME, NVME, NVME, NVME)
 PLACEMENTS = [Placement(*tiers) for tiers in itertools.product((VRAM, RAM), repeat=4)]
+DISK_PLACEMENTS = [
+    ALL_NVME,
+    *(replace(ALL_RAM, **{kind.value: NVME}) for kind in Kind),
+    Placement(NVME, NVME, NVME, VRAM),  # updated on the device
+    Placement(NVME, RAM, NVME, VRAM),
+    Placement(VRAM, NVME, VRAM, NVME),
+    Placement(VRAM, VRAM, NVME, RAM),
+]
 PACKS, LENGTH = 5, 24
 
 Tensors = Mapping[str, torch.Tensor]
@@ -43,13 +53,14 @@ class Cut:
     group_micro_batches: int = 99
     weight_slots: int = 2
     grad_slots: int = 1
+    disk_slots: int = 2
     inputs_tier: Tier = VRAM
     accumulators_tier: Tier = VRAM
 
     def plan(self, num_blocks: int) -> Plan:
         placements = self.placements if isinstance(self.placements, tuple) else (self.placements,) * num_blocks
         return Plan(
-            placements, self.micro_batch_packs, self.group_micro_batches, self.weight_slots, self.grad_slots,
+            placements, self.micro_batch_packs, self.group_micro_batches, self.weight_slots, self.grad_slots, self.disk_slots,
             self.inputs_tier, self.accumulators_tier,
         )  # fmt: skip
 
@@ -104,7 +115,8 @@ def make_engine(
     dtype = getattr(torch, PRECISIONS[precision].compute_dtype)
     own = skeleton(family, dtype) if isinstance(family, str) else Skeleton(deepcopy(family), dtype)
     device = device or Device(Debug(poison=True))
-    engine = Engine(own, cut.plan(len(own.layouts)), PRECISIONS[precision], parked, device, packs, length, seed)
+    disk = Path(tempfile.gettempdir())
+    engine = Engine(own, cut.plan(len(own.layouts)), PRECISIONS[precision], parked, device, packs, length, seed, disk)
     values = initial_weights(family) if weights is None else weights  # type: ignore[arg-type]
     engine.load_weights(lambda names: {name: values[name] for name in names})
     return engine

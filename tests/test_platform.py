@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -211,9 +212,9 @@ def test_direct_io_falls_back_to_ordinary_where_it_is_refused(tmp_path, monkeypa
         return real(file, flags)
 
     descriptor, _ = platform.open_direct(path)
-    buffer = platform.aligned_buffer(4096)
+    buffer = mmap.mmap(-1, 4096)  # begins at a page, as direct I/O wants it
     platform.read_at(descriptor, buffer, 4096)
-    assert bytes(buffer) == b"x" * 4096
+    assert buffer[:] == b"x" * 4096
     os.close(descriptor)
     monkeypatch.setattr(platform, "_system_open", refuse)
     descriptor, direct = platform.open_direct(path)
@@ -221,6 +222,31 @@ def test_direct_io_falls_back_to_ordinary_where_it_is_refused(tmp_path, monkeypa
     assert direct is False
     with pytest.raises(FileNotFoundError):
         platform.open_direct(tmp_path / "nothing")
+
+
+def test_a_scratch_file_has_its_size_and_no_name(tmp_path):
+    descriptor, _ = platform.open_scratch(tmp_path, 3 * 4096)
+    try:
+        assert list(tmp_path.iterdir()) == []
+        assert os.fstat(descriptor).st_size == 3 * 4096
+        buffer = mmap.mmap(-1, 4096)
+        buffer[:] = b"y" * 4096
+        platform.write_at(descriptor, buffer, 8192)
+        back = mmap.mmap(-1, 4096)
+        platform.read_at(descriptor, back, 8192)
+        assert back[:] == buffer[:]
+    finally:
+        os.close(descriptor)
+
+
+def test_a_scratch_file_that_finds_no_room_is_refused_at_once(tmp_path, monkeypatch):
+    def full(descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(platform, "_system_allocate", full)
+    with pytest.raises(OSError, match="No space"):
+        platform.open_scratch(tmp_path, 4096)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_windows_and_wsl_pin_less(monkeypatch):

@@ -1,17 +1,17 @@
 """Devices: lanes of work and the memory handed over between them.
 
-All work of a step is launched on one of four lanes: `compute`, `h2d`, `d2h` (streams of the GPU) and `host` (a thread,
-where the CPU updates blocks). A launch names the buffers that it reads and writes; the device orders it after whatever
-wrote what it reads, and after whatever read or wrote what it writes. That is the only way memory is handed over, so there
-is one event and one owner for every hand-over, on every device: CUDA, the CPU (where everything is immediate) and the
-fake of the tests (which runs the lanes in random legal orders).
+All work of a step is launched on one of six lanes: `compute`, `h2d`, `d2h` (streams of the GPU), `host` (a thread, where
+the CPU updates blocks), `disk_read` and `disk_write` (threads too). A launch names the buffers that it reads and writes;
+the device orders it after whatever wrote what it reads, and after whatever read or wrote what it writes. That is the only
+way memory is handed over, so there is one event and one owner for every hand-over, on every device: CUDA, the CPU (where
+everything is immediate) and the fake of the tests (which runs the lanes in random legal orders).
 """
 
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,9 @@ import torch
 from megatrain.engine.debug import Debug, read_debug
 from megatrain.errors import OutOfVramError
 
-COMPUTE, H2D, D2H, HOST = "compute", "h2d", "d2h", "host"
+COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
+HOST, DISK_READ, DISK_WRITE = "host", "disk_read", "disk_write"
+_WAITS = {HOST: "optimizer", DISK_READ: "disk", DISK_WRITE: "disk"}  # reason of waiting by the lane that is waited for
 
 Work = Callable[[], None]
 
@@ -90,7 +92,7 @@ class Device:
         """Block the host until `event` is over; its failure is raised here."""
 
     def synchronize(self) -> None:
-        """Block the host until every lane is empty; failures of the host lane are raised here."""
+        """Block the host until every lane is empty; failures of the host's lanes are raised here."""
 
     def close(self) -> None:
         """End the lanes. Work that was launched is finished first."""
@@ -118,25 +120,25 @@ class Device:
 
 
 class CudaDevice(Device):
-    """A GPU with a stream per lane; the host lane is one thread."""
+    """A GPU with a stream per lane; the lanes of the host are one thread each."""
 
     def __init__(self, torch_device: torch.device, debug: Debug | None = None) -> None:
         super().__init__(debug)
         self.torch_device = torch_device
         self._streams = {lane: torch.cuda.Stream(torch_device) for lane in (COMPUTE, H2D, D2H)}
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
-        self._last_host: Event | None = None
+        self._executors = {lane: ThreadPoolExecutor(max_workers=1, thread_name_prefix=lane) for lane in _WAITS}
+        self._last: dict[str, Future[None]] = {}  # of each lane of the host
+        self._failures: list[BaseException] = []  # of these lanes
         self._random = random.Random(0)
 
     def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
-        if lane == HOST:
-            event = Event(HOST, future=self._executor.submit(self._run_on_host, work, before))
-            self._last_host = event
-            return event
+        if lane in self._executors:
+            self._last[lane] = self._executors[lane].submit(self._run_on_host, work, before)
+            return Event(lane, future=self._last[lane])
         stream = self._streams[lane]
         for other in before:
             if other.future is not None:
-                self.wait(other, "optimizer")
+                self.wait(other, _WAITS[other.lane])
             elif other.lane != lane:
                 stream.wait_event(other.cuda)
         with torch.cuda.stream(stream):
@@ -150,14 +152,17 @@ class CudaDevice(Device):
             done.record(stream)
         return Event(lane, cuda=done)
 
-    @staticmethod
-    def _run_on_host(work: Work, before: list[Event]) -> None:
-        for other in before:
-            if other.cuda is not None:
-                other.cuda.synchronize()
-            elif other.future is not None:
-                other.future.result()  # an update whose predecessor failed must not run
-        work()
+    def _run_on_host(self, work: Work, before: list[Event]) -> None:
+        try:
+            for other in before:
+                if other.cuda is not None:
+                    other.cuda.synchronize()
+                elif other.future is not None:
+                    other.future.result()  # what depends on failed work must not run
+            work()
+        except BaseException as error:
+            self._failures.append(error)
+            raise
 
     def wait(self, event: Event | None, reason: str = "ring") -> None:
         if event is None:
@@ -170,11 +175,17 @@ class CudaDevice(Device):
         self.waits_s[reason] += time.perf_counter() - start
 
     def synchronize(self) -> None:
-        self.wait(self._last_host, "optimizer")
+        for lane, last in self._last.items():
+            start = time.perf_counter()
+            wait([last])
+            self.waits_s[_WAITS[lane]] += time.perf_counter() - start
         torch.cuda.synchronize(self.torch_device)
+        if self._failures:
+            raise self._failures[0]
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True)
+        for executor in self._executors.values():
+            executor.shutdown(wait=True)
         torch.cuda.synchronize(self.torch_device)
 
     def empty(self, num_elements: int, dtype: torch.dtype, name: str) -> Buffer:

@@ -5,6 +5,7 @@ The trainer, the self-check and the tests all drive this one object.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -51,6 +52,7 @@ class Engine:
         packs_per_step: int,
         sequence_length: int,
         seed: int = 0,
+        offload_folder: Path | None = None,
     ) -> None:
         self.skeleton = skeleton
         self.layouts = skeleton.layouts
@@ -67,11 +69,11 @@ class Engine:
         if plan.inputs_tier is not Tier.VRAM:
             pinned += activations.ram_pieces(num_layers, group, hidden_numel, dtype)
         skeleton.move_buffers(device.torch_device)
-        self.store = StateStore(self.layouts, plan, precision, parked, device, pinned)
+        self.store = StateStore(self.layouts, plan, precision, parked, device, pinned, offload_folder)
         cache = WeightCache(self.store, plan, skeleton.tied, device)
         gradients = GradientFlow(self.store, plan, skeleton.tied, num_groups, device)
         hidden = activations.HiddenStore(num_layers, group, hidden_numel, dtype, plan.inputs_tier, self.store, device)
-        self.optimizer = Optimizer(self.store, cache, device)
+        self.optimizer = Optimizer(self.store, cache, device, plan.disk_slots)
         self._cache = cache
         chunk = loss_chunk_rows(config.vocab_size)
         cut = replace(plan, group_micro_batches=group)  # a held-out batch may have more packs than a step
@@ -142,21 +144,14 @@ class Engine:
 
         States that live in RAM are returned as they are, without copying.
         """
-        block = self.store.blocks[index]
-        found = {name: block.buffer(name) for name in ("weights", "masters", *MOMENTS)}
-        return {name: buffer.tensor.cpu() for name, buffer in found.items() if buffer is not None}
+        found = {name: self.store.get(index, name) for name in ("weights", "masters", *MOMENTS)}
+        return {name: state for name, state in found.items() if state is not None}
 
     def write_block(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
         """Overwrite states of a block, named as `read_block` names them. Nothing may be pending."""
-        block = self.store.blocks[index]
         self.device.synchronize()
         for name, value in states.items():
-            buffer = block.buffer(name)
-            if buffer is None:
-                raise ValueError(f"{self.layouts[index].name} has no state {name}")
-            buffer.tensor.copy_(value)
-            if name == "weights" and block.host_weights is not None and block.host_weights is not buffer:
-                block.host_weights.tensor.copy_(value)
+            self.store.set(index, name, value)
         self.device.synchronize()  # these copies are on no lane
         self._cache.stale(index)
 
@@ -179,6 +174,7 @@ class Engine:
         """The parked gradients of the last step by parameter name, fp32 on the CPU."""
         self.device.synchronize()
         found: dict[str, torch.Tensor] = {}
-        for layout, block in zip(self.layouts, self.store.blocks, strict=True):
-            found |= {name: view.clone() for name, view in layout.flat_views(block.grads.tensor.cpu().float()).items()}
+        for index, layout in enumerate(self.layouts):
+            gradient = self.store.get(index, "grads")
+            found |= {name: view.clone() for name, view in layout.flat_views(gradient.float()).items()}  # type: ignore[union-attr]
         return found

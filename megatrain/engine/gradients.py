@@ -7,7 +7,7 @@ complete it is rounded to the parked type, its squares are summed from the round
 
 import torch
 
-from megatrain.engine.device import COMPUTE, D2H, H2D, Buffer, Device
+from megatrain.engine.device import COMPUTE, D2H, DISK_WRITE, H2D, Buffer, Device
 from megatrain.engine.tiers import StateStore
 from megatrain.models.blocks import BlockLayout
 from megatrain.plan import Plan, Tier
@@ -97,8 +97,8 @@ class GradientFlow:
 
     def _park_gradient(self, index: int, accumulator: Buffer) -> None:
         block = self._store.blocks[index]
-        home, numel = block.grads, block.layout.numel
         on_device = block.placement.grads is Tier.VRAM
+        home, numel = block.grads if on_device else self._store.host_target(index, "grads"), block.layout.numel
         for start in range(0, numel, PARK_ELEMENTS):
             part = slice(start, min(start + PARK_ELEMENTS, numel))
             if on_device:
@@ -121,6 +121,8 @@ class GradientFlow:
                 self._device.launch(COMPUTE, work, reads=[accumulator], writes=[slot, self.square_sum])
                 self._device.copy(D2H, home, slot, target_part=part, source_part=length)
                 self._device.release(D2H, slot)
+        self._store.keep(index, "grads")
+        self._store.release(DISK_WRITE, index, "grads")
 
 
 def _round_and_sum(gradient: torch.Tensor, target: torch.Tensor | None, total: torch.Tensor):  # type: ignore[no-untyped-def]

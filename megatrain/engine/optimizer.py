@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatrain.engine.adamw import Update, update_block
-from megatrain.engine.device import COMPUTE, D2H, H2D, HOST, Buffer, Device
+from megatrain.engine.device import COMPUTE, D2H, DISK_WRITE, H2D, HOST, Buffer, Device
 from megatrain.engine.slots import WeightCache
 from megatrain.engine.tiers import BlockStates, StateStore
 from megatrain.plan import Tier
@@ -22,8 +22,10 @@ _STATES = ("masters", "grads", "exp_avg", "exp_avg_sq")  # the weights are handl
 class Optimizer:
     """Deferred AdamW over the blocks of a store."""
 
-    def __init__(self, store: StateStore, cache: WeightCache, device: Device) -> None:
+    def __init__(self, store: StateStore, cache: WeightCache, device: Device, disk_slots: int = 0) -> None:
         self._store = store
+        # updates that are launched before their block's turn: all, or as many as there are slots for states from disk
+        self._ahead = max(1, disk_slots - 1) if store.disk is not None else len(store.blocks)
         self._cache = cache
         self._device = device
         self._update: Update | None = None
@@ -50,16 +52,15 @@ class Optimizer:
         self._gates = gates
 
     def start(self) -> None:
-        """Put every update that the CPU does on the host lane, in the order in which forward needs the blocks."""
-        for index in sorted(self._pending):
-            if not self._store.blocks[index].placement.updated_on_device:
-                self._launch(index)
+        """Put updates that the CPU does on the host lane, in the order in which forward needs the blocks, as far ahead as slots allow."""
+        self._launch_until(self._ahead - 1)
 
     def update(self, index: int) -> None:
         """Afterwards what is launched on a block's weights sees them updated."""
         if index not in self._pending:
             return
         self._launch(index)
+        self._launch_until(index + self._ahead)
         self._pending.discard(index)
         block = self._store.blocks[index]
         if not block.placement.updated_on_device:
@@ -72,14 +73,19 @@ class Optimizer:
             self.update(index)
         self._device.synchronize()
 
+    def _launch_until(self, last: int) -> None:
+        for index in sorted(self._pending - self._launched):
+            if index <= last and not self._store.blocks[index].placement.updated_on_device:
+                self._launch(index)
+
     def _launch(self, index: int) -> None:
         if index in self._launched:
             return
         self._launched.add(index)
         block, update = self._store.blocks[index], self._update
         on_device = block.placement.updated_on_device
-        states = {name: self._bring(block, name, on_device) for name in _STATES}
-        weights = self._cache.acquire(index).buffer if on_device else block.host_weights
+        states = {name: self._bring(index, name, on_device) for name in _STATES}
+        weights = self._cache.acquire(index).buffer if on_device else self._store.in_host(index, "weights")
         gate = self._gates.get(index)
         if gate is not None and on_device:
             gate.wait()
@@ -88,10 +94,12 @@ class Optimizer:
         lane = COMPUTE if on_device else HOST
         self._device.launch(lane, _work(block, weights, states, update, gate), writes=used)  # type: ignore[arg-type]
         for name, buffer in states.items():
-            self._send_back(block, name, buffer, on_device)
+            self._send_back(index, name, buffer, on_device)
         if on_device and weights is not block.weights:
             part = slice(0, block.layout.weight_bytes)
-            self._device.copy(D2H, block.weights, weights, source_part=part)  # type: ignore[arg-type]
+            home = self._store.host_target(index, "weights")
+            self._device.copy(D2H, home, weights, target_part=part, source_part=part)
+        self._store.keep(index, "weights")
 
     def _staging_buffer(self, name: str, on_device: bool) -> Buffer | None:
         """Room for one block's state on the side that updates it, if some block's home is on the other side."""
@@ -106,24 +114,37 @@ class Optimizer:
             return self._device.empty(largest.numel(), largest.dtype, label)
         return Buffer(torch.zeros(largest.numel(), dtype=largest.dtype), label)
 
-    def _bring(self, block: BlockStates, name: str, on_device: bool) -> Buffer | None:
+    def _bring(self, index: int, name: str, on_device: bool) -> Buffer | None:
+        """This state where its block is updated."""
+        block = self._store.blocks[index]
         home = block.buffer(name)
-        if home is None or (block.tier(name) is Tier.VRAM) == on_device:
+        in_vram = block.tier(name) is Tier.VRAM
+        if home is None or in_vram and on_device:
             return home
+        source = home if in_vram else self._store.in_host(index, name)
+        if in_vram == on_device:
+            return source
         staging = self._staging[name, on_device]
         part = slice(0, home.tensor.numel())
-        self._device.copy(H2D if on_device else D2H, staging, home, target_part=part)  # type: ignore[arg-type]
+        self._device.copy(H2D if on_device else D2H, staging, source, target_part=part, source_part=part)  # type: ignore[arg-type]
         return staging
 
-    def _send_back(self, block: BlockStates, name: str, buffer: Buffer | None, on_device: bool) -> None:
-        """Bring an updated state home from the staging buffer (gradients are not needed again), and free that."""
+    def _send_back(self, index: int, name: str, buffer: Buffer | None, on_device: bool) -> None:
+        """Bring an updated state home (gradients are not needed again), and free the memory that it was in meanwhile."""
+        block = self._store.blocks[index]
         home = block.buffer(name)
         if home is None or buffer is None or buffer is home:
             return
-        lane = D2H if on_device else H2D
-        if name != "grads":
-            self._device.copy(lane, home, buffer, source_part=slice(0, home.tensor.numel()))
-        self._device.release(D2H if on_device else HOST, buffer)
+        in_vram, changed = block.tier(name) is Tier.VRAM, name != "grads"
+        if in_vram != on_device:
+            if changed:
+                target = home if in_vram else self._store.host_target(index, name)
+                part = slice(0, home.tensor.numel())
+                self._device.copy(D2H if on_device else H2D, target, buffer, target_part=part, source_part=part)
+            self._device.release(D2H if on_device else HOST, buffer)
+        if changed:
+            self._store.keep(index, name)
+        self._store.release(DISK_WRITE if changed else HOST, index, name)
 
 
 def _work(

@@ -1,9 +1,9 @@
 """The order of a step, as a pure list of operations.
 
 Layer-major inside a group: every micro-batch of the group passes a layer before the next layer is loaded. Backward goes
-the same way in reverse, recomputing one layer at a time. A block is loaded one block ahead of its use, a stored input
-one micro-batch ahead. Several groups follow one another; only in the first are blocks updated before their first use,
-only after the last are gradients parked.
+the same way in reverse, recomputing one layer at a time. A block is loaded one block ahead of its use (and read from disk
+another block ahead), a stored input one micro-batch ahead. Several groups follow one another; only in the first are
+blocks updated before their first use, only after the last are gradients parked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ class Do(Enum):
 
     UPDATE = "update"  # carry out the pending update of a block
     LOAD = "load"  # have a block's weights on the device
+    PREFETCH = "prefetch"  # have a block's weights in host memory soon
     EMBED = "embed"
     LAYER = "layer"
     HEAD = "head"  # loss, and in training the gradient of head and final hidden states
@@ -49,16 +50,17 @@ def forward_ops(num_layers: int, micro_batches: Sequence[int], tied: bool, updat
         if update:
             yield Op(Do.UPDATE, block)
         yield Op(Do.LOAD, block)
+        if not update and block < head:  # an update reads what it needs by itself
+            yield Op(Do.PREFETCH, block + 1)
 
     yield from ready(0)
     for m in micro_batches:
         yield Op(Do.EMBED, 0, m)
     yield from ready(1)
     for layer in range(1, head):
-        for position, m in enumerate(micro_batches):
+        for m in micro_batches:
             yield Op(Do.LAYER, layer, m)
-            if position == 0:  # only after the first computation is under way: loading may wait for an update
-                yield from ready(layer + 1)
+        yield from ready(layer + 1)  # last, when the device has work: loading may wait for an update or for the disk
     if keep:
         yield Op(Do.OPEN, head)
         if tied:
@@ -70,9 +72,15 @@ def forward_ops(num_layers: int, micro_batches: Sequence[int], tied: bool, updat
 def backward_ops(num_layers: int, micro_batches: Sequence[int], tied: bool) -> Iterator[Op]:
     """From the gradient of the final hidden states to every block's gradient."""
     head = num_layers + 1
+
+    def load(block: int) -> Iterator[Op]:
+        yield Op(Do.LOAD, block)
+        if block:
+            yield Op(Do.PREFETCH, block - 1)
+
     yield Op(Do.CLOSE, head)
     order = [(layer, m) for layer in range(num_layers, 0, -1) for m in micro_batches]
-    yield Op(Do.LOAD, num_layers)
+    yield from load(num_layers)
     for layer, m in order[:1]:
         yield Op(Do.FETCH, layer, m)
     for position, (layer, m) in enumerate(order):
@@ -81,9 +89,8 @@ def backward_ops(num_layers: int, micro_batches: Sequence[int], tied: bool) -> I
         if position + 1 < len(order):
             yield Op(Do.FETCH, *order[position + 1])
         yield Op(Do.LAYER_BACKWARD, layer, m)
-        if m == micro_batches[0]:
-            yield Op(Do.LOAD, layer - 1)
         if m == micro_batches[-1]:
+            yield from load(layer - 1)
             yield Op(Do.CLOSE, layer)
     if not tied:
         yield Op(Do.OPEN, 0)

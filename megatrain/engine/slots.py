@@ -64,11 +64,17 @@ class WeightCache:
         slot = self._slot_for(index)
         if not (slot.block == index and slot.fresh):
             part = slice(0, block.layout.weight_bytes)
-            self._device.copy(H2D, slot.buffer, block.weights, target_part=part)
+            source = self._store.in_host(index, "weights", renew=False)
+            self._device.copy(H2D, slot.buffer, source, target_part=part, source_part=part)
             slot.block, slot.fresh = index, True
         self._clock += 1
         slot.used = self._clock
         return self._bind(slot.buffer, index)
+
+    def prefetch(self, index: int) -> None:
+        """Have the weights of a block in host memory soon, if they are on disk and on no slot of the device."""
+        if self._store.blocks[index].placement.weights is Tier.NVME and not self._is_fresh(index):
+            self._store.in_host(index, "weights", renew=False)
 
     def stale(self, index: int) -> None:
         """The home of this block has newer weights than any slot."""
@@ -84,6 +90,9 @@ class WeightCache:
             if slot.block == index:
                 self._device.release(lane, slot.buffer)
                 slot.fresh = False
+
+    def _is_fresh(self, index: int) -> bool:
+        return any(slot.block == index and slot.fresh for slot in [*self._layer_ring, *self._edge_ring])
 
     def _slot_for(self, index: int) -> Slot:
         ring = self._edge_ring if index in (0, self._last) else self._layer_ring

@@ -82,6 +82,7 @@ class StepRunner:
         self._handlers: dict[Do, Callable[[Op], None]] = {
             Do.UPDATE: lambda op: self._optimizer.update(op.block),
             Do.LOAD: lambda op: self._load(op.block),
+            Do.PREFETCH: lambda op: self._cache.prefetch(op.block),
             Do.EMBED: self._embed,
             Do.LAYER: self._layer,
             Do.HEAD: self._head,

@@ -166,7 +166,8 @@ class Trainer:
         parked = gradient_dtype(config, self._precision)
         device = make_device(job.plan.device)
         packs, length = config.packs_per_step, config.data.sequence_length
-        self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, config.train.seed)
+        offload = Path(config.memory.offload_folder).expanduser() if config.memory.offload_folder else None
+        self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, config.train.seed, offload)
         if self.engine.store.pinned.refusal:
             self.report(Notice("warning", self.engine.store.pinned.refusal))
         self._writer = checkpoint.CheckpointWriter(job.run_folder / "checkpoints", config.checkpoint.keep)
@@ -211,6 +212,8 @@ class Trainer:
     def _loop(self) -> str:
         """Until the last step ("finished") or a command ("stopped", "stopped without saving")."""
         self.report(Phase("train", self.step, self.job.num_steps, "steps"))
+        if self.step == 0:
+            self._evaluate(due=bool(self.config.evaluation.every_steps))  # what training is compared with
         last = time.perf_counter()
         while self.step < self.job.num_steps:
             ended = self._obey()

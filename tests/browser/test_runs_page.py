@@ -62,6 +62,20 @@ def test_find_a_run_look_at_it_and_delete_it(page: Page, dashboard):
     assert page.evaluate("window.hacked") is None
 
 
+def test_the_newest_checkpoint_is_chosen_until_somebody_chooses(page: Page, dashboard):
+    run = ended(dashboard, "first")
+    open_list(page, dashboard, run)
+    line(page, run).get_by_role("button").click()
+    detail = page.locator(".run-detail")
+    expect(detail.get_by_role("radio", name="Step 60")).to_be_checked(**PATIENCE)
+    run.checkpoint_folder(70)
+    expect(detail.get_by_role("radio", name="Step 70")).to_be_checked(**PATIENCE)
+    detail.get_by_role("radio", name="Step 60").check()
+    run.checkpoint_folder(80)
+    expect(detail.get_by_role("radio", name="Step 80")).to_be_visible(**PATIENCE)
+    expect(detail.get_by_role("radio", name="Step 60")).to_be_checked()
+
+
 def test_settings_are_duplicated_into_the_form(page: Page, dashboard):
     run = ended(dashboard, "first")
     open_list(page, dashboard, run)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.engine.debug import Debug
-from megatrain.engine.device import COMPUTE, D2H, H2D, HOST, Buffer, Device, Event, Work, poison
+from megatrain.engine.device import COMPUTE, D2H, DISK_READ, DISK_WRITE, H2D, HOST, Buffer, Device, Event, Work, poison
 
-LANES = (COMPUTE, H2D, D2H, HOST)
+LANES = (COMPUTE, H2D, D2H, HOST, DISK_READ, DISK_WRITE)
 
 
 class FakeEvent(Event):

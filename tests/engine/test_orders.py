@@ -13,12 +13,16 @@ from megatrain.engine.debug import Debug
 from megatrain.engine.device import COMPUTE, D2H, H2D, HOST, Buffer, Device, Event, Work
 from megatrain.plan import Placement
 from tests.engine.fake_device import FakeDevice
-from tests.parity import ALL_RAM, RAM, VRAM, Cut, Recipe, assert_same_bits, batches, make_engine, states, update_of
+from tests.parity import ALL_NVME, ALL_RAM, NVME, RAM, VRAM, Cut, Recipe, assert_same_bits, batches, make_engine, states, update_of
 
 PACKS, LENGTH = 3, 8
 SIDES = (
     Placement(RAM, RAM, RAM, VRAM), Placement(RAM, RAM, VRAM, RAM), Placement(RAM, RAM, RAM, VRAM), Placement(VRAM, RAM, RAM, RAM),
     Placement(RAM, VRAM, VRAM, RAM), Placement(RAM, RAM, RAM, RAM),
+)  # fmt: skip
+TIERS = (
+    Placement(RAM, NVME, RAM, NVME), Placement(NVME, NVME, NVME, VRAM), Placement(NVME, RAM, RAM, RAM), Placement(VRAM, RAM, NVME, NVME),
+    Placement(NVME, NVME, NVME, NVME), Placement(RAM, RAM, RAM, RAM),
 )  # fmt: skip
 PLANS = {
     "streamed, 2 slots": ("llama_tied", Cut(ALL_RAM, 1)),
@@ -29,6 +33,9 @@ PLANS = {
     "groups, sums in RAM, untied": ("llama_untied", Cut(ALL_RAM, 1, 1, grad_slots=2, accumulators_tier=RAM)),
     "updates on both sides": ("llama_tied", Cut(SIDES, 1, inputs_tier=RAM)),
     "updates on both sides, untied": ("llama_untied", Cut(SIDES[::-1], 1, 1, weight_slots=3, accumulators_tier=RAM)),
+    "everything on disk, 2 slots": ("llama_tied", Cut(ALL_NVME, 1, inputs_tier=RAM)),
+    "everything on disk, 3 slots, groups": ("llama_untied", Cut(ALL_NVME, 1, 1, disk_slots=3, weight_slots=3, accumulators_tier=RAM)),
+    "three tiers": ("llama_untied", Cut(TIERS, 1, inputs_tier=RAM)),
     "states of two tiers everywhere": ("qwen3_moe", Cut(Placement(VRAM, RAM, VRAM, VRAM), 1, inputs_tier=RAM)),
 }
 
@@ -109,6 +116,8 @@ FAULTS = [
     ("groups, sums in RAM", "reads", "edge gradient slot"),
     ("updates on both sides", "writes", "staging of"),
     ("updates on both sides", "writes", "weights of"),
+    ("everything on disk, 2 slots", "writes", "disk slot"),  # states are updated before they are read, or lost to the next block
+    ("everything on disk, 2 slots", "reads", "disk slot"),
     ("inputs in RAM", "reads", "loss and norm"),  # the host reads numbers of the step before
 ]
 

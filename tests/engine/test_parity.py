@@ -10,6 +10,7 @@ from tests.families import FAMILIES
 from tests.parity import (
     ALL_RAM,
     ALL_VRAM,
+    DISK_PLACEMENTS,
     PLACEMENTS,
     RAM,
     VRAM,
@@ -117,6 +118,6 @@ def test_every_placement_gives_the_same_bits(family: str, precision: str) -> Non
     parked = torch.bfloat16 if precision == "bf16" else torch.float32
     base = run(make_engine(family, Cut(ALL_VRAM), precision, parked, Device(Debug())), short)
     assert base.grad_norms[0] > 0
-    for i, placement in enumerate(PLACEMENTS):
-        cut = Cut(placement, weight_slots=2 + i % 2, grad_slots=1 + i % 2, inputs_tier=(VRAM, RAM)[i // 2 % 2])
+    for i, placement in enumerate([*PLACEMENTS, *DISK_PLACEMENTS]):
+        cut = Cut(placement, disk_slots=2 + i % 2, weight_slots=2 + i % 2, grad_slots=1 + i % 2, inputs_tier=(VRAM, RAM)[i // 2 % 2])
         assert_equal(run(make_engine(family, cut, precision, parked), short), base)

@@ -37,7 +37,8 @@ def test_every_computation_happens_once_a_group_and_micro_batch(num_layers: int,
                 for block in blocks:
                     assert counted[group, Op(do, block, m)] == 1
     moved = 2 * (num_layers + 2) + 2 * (num_layers + 1) + 1  # opened and closed; loaded
-    assert sum(counted.values()) == sum(groups) * (3 + 3 * num_layers) + len(groups) * moved + num_layers + 2
+    prefetched = len(groups) * num_layers + (len(groups) - 1) * (num_layers + 1)  # backward; forward without updates
+    assert sum(counted.values()) == sum(groups) * (3 + 3 * num_layers) + len(groups) * moved + prefetched + num_layers + 2
 
 
 @given(LAYERS, GROUPS, st.booleans())
@@ -84,7 +85,7 @@ def test_blocks_are_loaded_accumulators_open_and_inputs_fetched_before_their_use
             opened.add(op.block)
         elif op.do is Do.CLOSE:
             opened.remove(op.block)
-        elif op.do is not Do.UPDATE:
+        elif op.do not in (Do.UPDATE, Do.PREFETCH):
             assert op.block in loaded
             if op.do in (Do.HEAD, Do.LAYER_BACKWARD, Do.EMBED_BACKWARD):
                 assert op.block in opened
@@ -97,17 +98,29 @@ def test_blocks_are_loaded_accumulators_open_and_inputs_fetched_before_their_use
 
 
 @given(LAYERS, GROUPS, st.booleans())
-def test_a_block_is_loaded_ahead_of_its_use_but_after_work_has_begun(num_layers: int, groups: list[int], tied: bool) -> None:
-    """Loading a block may wait for its update: the device must have something to do meanwhile."""
+def test_a_block_is_loaded_when_the_device_has_the_whole_block_before_it_to_do(num_layers: int, groups: list[int], tied: bool) -> None:
+    """Loading a block may wait for its update or for the disk: the device must have something to do meanwhile."""
     ops = ops_of(num_layers, groups, tied)
-    computing = {Do.EMBED, Do.LAYER, Do.HEAD, Do.LAYER_BACKWARD, Do.EMBED_BACKWARD}
-    for group in range(len(groups)):
+    for group, size in enumerate(groups):
         mine = [op for g, op in ops if g == group]
         for layer in range(2, num_layers + 1):
-            load, first = mine.index(Op(Do.LOAD, layer)), mine.index(Op(Do.LAYER, layer, 0))
-            assert mine.index(Op(Do.LAYER, layer - 1, 0)) < load < first
-            between = [op for op in mine[load + 1 : first] if op.do in computing]
-            assert len(between) == groups[group] - 1
+            load = mine.index(Op(Do.LOAD, layer))
+            assert mine.index(Op(Do.LAYER, layer - 1, size - 1)) < load < mine.index(Op(Do.LAYER, layer, 0))
+        for layer in range(1, num_layers):
+            load = len(mine) - 1 - mine[::-1].index(Op(Do.LOAD, layer))
+            before = mine.index(Op(Do.LAYER_BACKWARD, layer + 1, size - 1))
+            assert before < load < mine.index(Op(Do.LAYER_BACKWARD, layer, 0))
+
+
+@given(LAYERS, GROUPS, st.booleans())
+def test_weights_are_asked_for_one_block_before_they_are_loaded(num_layers: int, groups: list[int], tied: bool) -> None:
+    """Where no update brings them: the disk has the time of a block's computation."""
+    for group in range(len(groups)):
+        moves = [op for g, op in ops_of(num_layers, groups, tied) if g == group and op.do in (Do.LOAD, Do.PREFETCH)]
+        for position, op in enumerate(moves):
+            if op.do is Do.PREFETCH:
+                assert moves[position - 1].do is Do.LOAD
+                assert moves[position + 1] == Op(Do.LOAD, op.block)
 
 
 @given(LAYERS, GROUPS, st.booleans())
@@ -121,6 +134,6 @@ def test_loads_are_two_a_group(num_layers: int, groups: list[int], tied: bool) -
 @given(LAYERS, st.integers(1, 4), st.booleans())
 def test_evaluation_is_the_forward_pass_alone(num_layers: int, size: int, tied: bool) -> None:
     ops = list(forward_ops(num_layers, range(size), tied, update=False, keep=False))
-    assert {op.do for op in ops} == {Do.LOAD, Do.EMBED, Do.LAYER, Do.HEAD}
+    assert {op.do for op in ops} == {Do.LOAD, Do.PREFETCH, Do.EMBED, Do.LAYER, Do.HEAD}
     training = [op for op in forward_ops(num_layers, range(size), tied, update=True, keep=True) if op.do not in (Do.UPDATE, Do.OPEN)]
-    assert ops == training
+    assert [op for op in ops if op.do is not Do.PREFETCH] == training

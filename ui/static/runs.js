@@ -10,7 +10,7 @@ const notice = el('p', {class: 'notice', role: 'alert', hidden: true});
 part('run-filters').append(search, filter, count, notice);
 const box = el('td', {colspan: 11}), detailRow = el('tr', {class: 'run-detail'}, box);
 const address = new URL(window.location.href).searchParams;
-let runs = null, open = address.get('open') || '', detail = null, chosen = '', type = props.types[0];
+let runs = null, open = address.get('open') || '', detail = null, chosen = '', picked = '', type = props.types[0];
 
 const columns = ['name', 'model', 'precision', 'best', 'last', 'curve', 'progress', 'time', 'size', 'started'];
 const head = el('thead', {}, el('tr', {}, el('th', {scope: 'col'}, texts.column_state), ...columns.map(name =>
@@ -71,7 +71,7 @@ function draw() {
 
 function toggle(run) {
   open = run === open ? '' : run;
-  chosen = '';
+  chosen = picked = '';
   detail = null;
   say('');
   delete box.dataset.shown;
@@ -97,7 +97,7 @@ function checkpoints() {
   if (!detail.checkpoints.length) return el('p', {class: 'quiet'}, texts.no_checkpoints);
   return el('table', {class: 'grid', 'aria-label': texts.checkpoints}, el('tbody', {}, ...detail.checkpoints.map(found => {
     const radio = el('input', {type: 'radio', name: 'checkpoint', value: found.name, checked: found.name === chosen, disabled: !found.complete});
-    radio.addEventListener('change', () => { chosen = found.name; drawDetail(); });
+    radio.addEventListener('change', () => { chosen = picked = found.name; drawDetail(); });
     return el('tr', {class: found.complete ? '' : 'grey'},
       el('td', {}, el('label', {}, radio, ` ${window.MegaTrain.filled(texts.at_step, {step: found.step})}`)),
       el('td', {class: 'mt-num'}, found.size), el('td', {class: 'mt-num'}, found.time), el('td', {}, found.state));
@@ -146,7 +146,8 @@ async function look() {
   if (!reply || run !== open) return;
   if (reply.error) { open = ''; window.MegaTrain.remember({open}); say(reply.error, true); draw(); return; }
   detail = reply;
-  if (!detail.checkpoints.some(found => found.name === chosen)) chosen = (detail.checkpoints.find(found => found.complete) || {}).name || '';
+  const usable = detail.checkpoints.filter(found => found.complete).map(found => found.name);     // the newest first
+  chosen = usable.includes(picked) ? picked : usable[0] || '';
   drawDetail();
 }
 
