@@ -37,15 +37,18 @@ class ModelConfig:
 class DataConfig:
     """What it is trained on."""
 
-    path: str = _option(DEMO, "Data", "A hub id, a file (json, jsonl, csv, parquet, txt), a folder of such files, or `demo`.")
+    path: str = _option(DEMO, "Data", "A hub id, a file (json, jsonl, csv, parquet, arrow, txt, md; also .gz or .zip), a folder of such files, a saved data set's name, or `demo`.")
     subset: str | None = _option(None, "Subset", "Configuration name of a hub dataset.", advanced=True)
     split: str = _option("train", "Split", "Split of a hub dataset.", advanced=True)
     format: str = _option("auto", "Format", "How a row is read. `auto` looks at the columns.",
-                          choices=("auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"))  # fmt: skip
+                          choices=("auto", "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "text"))  # fmt: skip
     text_column: str | None = _option(None, "Text column", "Column that holds plain text; empty finds it.", advanced=True)
     train_on: str = _option("assistant", "Train on", "Which tokens of a conversation have a label: all assistant turns, or every token.",
                             choices=("assistant", "everything"))  # fmt: skip
-    sequence_length: int = _option(1024, "Sequence length", "Rows are packed to this many tokens; longer rows are cut.", unit="tokens", min=16, max=1048576)
+    chat_template: str | None = _option(None, "Chat template", "Empty takes the tokenizer's own; or the name of one (chatml, llama3, gemma, mistral, phi, plain), or a template in Jinja.", advanced=True)
+    sequence_length: int = _option(1024, "Sequence length", "Rows are packed to this many tokens.", unit="tokens", min=16, max=1048576)
+    long_rows: str = _option("cut", "Longer rows", "What becomes of rows above the sequence length. Sections of a long text file are always split.", choices=("cut", "split", "drop"), advanced=True)
+    bad_lines: str = _option("stop", "Unreadable lines", "Whether a line that cannot be read ends the preparation or is counted and left out.", choices=("stop", "skip"), advanced=True)
     max_rows: int | None = _option(None, "Use at most", "Only the first rows of the data; empty uses all.", unit="rows", min=1, advanced=True)
     eval_fraction: float = _option(0.02, "Held-out share", "Share of the rows kept for evaluation and never trained on.", min=0.0, max=0.5)
 

@@ -58,7 +58,7 @@ def _about_tokens(source: object, first: list[Row], num_rows: int, config: DataC
     if wanted and mean:
         return round(wanted * mean / CHARACTERS_PER_TOKEN)
     if isinstance(source, FileSource) and not config.max_rows:
-        return round(sum(path.stat().st_size for path in source.files) / CHARACTERS_PER_TOKEN)
+        return round(source.num_bytes / CHARACTERS_PER_TOKEN)
     return 0
 
 

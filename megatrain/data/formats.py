@@ -1,11 +1,12 @@
 """Rows -> examples: conversations, prompt and completion pairs, or plain text.
 
-Five formats are known; `detect` finds the one that the first rows fit. A row that does not fit raises BadRow, whose
+Six formats are known; `detect` finds the one that the first rows fit. A row that does not fit raises BadRow, whose
 text is the reason that the report counts: what was expected, in words that do not depend on the row.
 """
 
 import ast
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 from megatrain.data.files import Row
 from megatrain.errors import DataError
 
-FORMATS = ("alpaca", "sharegpt", "messages", "prompt_completion", "text")
+FORMATS = ("alpaca", "sharegpt", "messages", "prompt_completion", "preference", "text")
 EXAMPLES = {
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}',
     "sharegpt": '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
     "messages": '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
     "prompt_completion": '{"prompt": "...", "completion": "..."}',
+    "preference": '{"prompt": "...", "chosen": "...", "rejected": "..."}',
     "text": '{"text": "..."}',
 }
 
@@ -34,6 +36,7 @@ TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue
 PAIR_COLUMNS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("instruction", "response"),
                 ("query", "response"), ("problem", "solution"), ("input", "output"))  # fmt: skip
 TEXT_COLUMNS = ("text", "content", "document", "code")
+CALL_ROLES = ("function_call", "tool_call")  # the words of such a turn are a call written as JSON
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 
@@ -79,8 +82,7 @@ def detect(rows: Iterable[dict[str, Any]], text_column: str | None = None) -> st
         return "text"
     names = {name.lower() for name in columns}
     if {"chosen", "rejected"} <= names or {"chosen_messages", "rejected_messages"} <= names:
-        raise DataError("The rows are preference pairs (chosen and rejected answers), which this training does not use.",
-                        "Keep the chosen answers as `messages` or as prompt and completion.")  # fmt: skip
+        return "preference"
     turns = next((found for found in (_turns(columns.get(name)) for name in TURN_COLUMNS) if isinstance(found, list)), None)
     if turns is not None:
         first = next((turn for turn in turns if isinstance(turn, dict)), {})
@@ -107,8 +109,9 @@ def read_row(row: Row, format: str, text_column: str | None = None) -> Example:
         _refuse(values)
     if format == "text":
         return _read_text(values, row, text_column)
-    readers = {"alpaca": _read_alpaca, "sharegpt": _read_turns, "messages": _read_turns, "prompt_completion": _read_pair}
-    return readers[format](values)
+    readers = {"alpaca": _read_alpaca, "sharegpt": _read_turns, "messages": _read_turns, "prompt_completion": _read_pair,
+               "preference": _read_preference}
+    return readers[format](values)  # fmt: skip
 
 
 def _refuse(values: dict[str, Any]) -> None:
@@ -185,6 +188,31 @@ def _read_turns(values: dict[str, Any]) -> Conversation:
     return _conversation(messages, trained, _tools(values.get("tools") or values.get("functions")))
 
 
+def _read_preference(values: dict[str, Any]) -> Example:
+    """The chosen answer behind what it answers. Earlier answers belong to both sides and are not trained."""
+    whole = _turns(values.get("chosen_messages"))
+    chosen = whole if whole is not None else _turns(values.get("chosen"))
+    if isinstance(chosen, str) and chosen.lstrip().startswith("Human:"):  # the transcripts that Anthropic published
+        parts = re.split(r"(?:^|\n\n)(Human|Assistant): ?", chosen.strip())[1:]
+        roles = ["user" if name == "Human" else "assistant" for name in parts[::2]]
+        chosen = [{"role": role, "content": text.strip()} for role, text in zip(roles, parts[1::2], strict=True)]
+    if isinstance(chosen, dict):
+        chosen = [chosen]
+    if not isinstance(chosen, (str, list)) or not chosen:
+        raise BadRow("column `chosen` must hold an answer, as text or as turns")
+    before = next((found for found in (_turns(values.get(name)) for name in ("prompt", *TURN_COLUMNS)) if isinstance(found, list)), None)
+    question = next((name for name in ("prompt", "question", "instruction", "query") if isinstance(values.get(name), str)), "")
+    if isinstance(chosen, str) and before is None:
+        prompt = "\n\n".join(part for part in (_required(values, question or "prompt"), _optional(values, "input")) if part.strip())
+        return _read_pair({"prompt": prompt, "completion": chosen, "system": values.get("system")})
+    turns = [{"role": "assistant", "content": chosen}] if isinstance(chosen, str) else chosen
+    if before is None and question and isinstance(turns[0], dict) and _role(turns[0]) == "assistant":
+        before = [{"role": "user", "content": _required(values, question)}]
+    read = _read_turns({**values, "messages": [*(before or []), *turns]})
+    last = max(index for index, message in enumerate(read.messages) if message["role"] == "assistant")
+    return _conversation(read.messages, [index == last for index in range(len(read.messages))], read.tools)
+
+
 def _conversation(messages: list[dict[str, Any]], trained: list[bool] | None = None, tools: Any = ()) -> Conversation:
     trained = trained or [message["role"] == "assistant" for message in messages]
     for index, message in enumerate(messages):
@@ -214,6 +242,8 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": _role(turn)}
     content = turn.get("content", turn.get("value"))
     calls = _parsed(turn.get("tool_calls")) or []
+    if str(turn.get("role", turn.get("from"))).strip().lower() in CALL_ROLES:
+        content, calls = _called(content, calls)
     reasoning = turn.get("reasoning_content") or turn.get("thinking") or ""
     if isinstance(content, list):
         content, more_calls, more_reasoning = _parts(content)
@@ -231,6 +261,14 @@ def _message(turn: dict[str, Any]) -> dict[str, Any]:
         if isinstance(turn.get(name), str):
             message[name] = turn[name]
     return message
+
+
+def _called(content: Any, calls: list[Any]) -> tuple[Any, list[Any]]:
+    """Content and calls of a turn whose role says that it is a call: its text is the call, as JSON."""
+    found = _parsed(content)
+    found = [found] if isinstance(found, dict) else found
+    is_call = isinstance(found, list) and found and all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found)
+    return ("", [*calls, *found]) if is_call else (content, calls)
 
 
 def _parts(parts: list[Any]) -> tuple[str, list[Any], str]:

@@ -86,7 +86,7 @@ def _cache_key(config: DataConfig, source: Source, tokenizer_folder: Path) -> st
     """Names the tokens by everything that decides them: rows, how they are read, the tokenizer and its template."""
     files = sorted({path for pattern in _TOKENIZER_FILES for path in tokenizer_folder.glob(pattern) if path.is_file()})
     tokenizer = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
-    settings = [config.format, config.text_column, config.train_on, config.sequence_length, config.max_rows]
+    settings = [config.format, config.text_column, config.train_on, config.sequence_length, config.max_rows, config.bad_lines]
     return hashlib.sha256(json.dumps([ENCODING, source.version(), settings, tokenizer]).encode()).hexdigest()[:32]
 
 

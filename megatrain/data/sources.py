@@ -7,12 +7,25 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from megatrain.config import DEMO, DataConfig
 from megatrain.data.demo import DemoSource
-from megatrain.data.files import DATA_SUFFIXES, TEXT_SUFFIXES, Row, count_rows, is_readable, read_file, suffix_of
+from megatrain.data.files import (
+    ARCHIVE_SUFFIX,
+    DATA_SUFFIXES,
+    TEXT_SUFFIXES,
+    DataFile,
+    Row,
+    count_rows,
+    data_files,
+    is_archive,
+    is_hidden,
+    is_readable,
+    read_file,
+    suffix_of,
+)
 from megatrain.data.hub import HubSource
 from megatrain.errors import DataError
 
@@ -37,45 +50,59 @@ class Source(Protocol):
 
 @dataclass
 class FileSource:
-    """A file, or the readable files of a folder in the order of their paths."""
+    """A file, the readable files of a folder in the order of their paths, or those inside a zip."""
 
     path: Path
     split: str
+    skip_bad: bool = False
     notes: tuple[str, ...] = ()
-    files: list[Path] = field(init=False)
+    files: list[DataFile] = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.path.name
-        if self.path.is_dir():
-            self.files, self.notes = _folder_files(self.path, self.split)
+        self._at = -1  # the file that is being read
+        if self.path.is_dir() or is_archive(self.path):
+            self.files, self.notes = _chosen_files(self.path, self.split)
         elif is_readable(self.path):
-            self.files = [self.path]
+            self.files = [DataFile(self.path, self.name)]
         else:
             raise DataError(f"{self.path.name} is of no kind that can be read.", f"Readable are {_kinds()}.")
 
     @property
     def total(self) -> int:
-        counts = [count_rows(path) for path in self.files]
+        counts = [count_rows(file) for file in self.files]
         return sum(counts) if all(counts) else 0
 
-    def _name_of(self, path: Path) -> str:
-        return path.name if path == self.path else path.relative_to(self.path).as_posix()
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def share_read(self) -> float:
+        """How much of the files has been read, between 0 and 1, as far as it can be told."""
+        read = sum(file.num_bytes for file in self.files[: max(self._at, 0)])
+        here = self.files[self._at].bytes_read if 0 <= self._at < len(self.files) else 0
+        return min(1.0, (read + here) / max(self.num_bytes, 1))
 
     def version(self) -> str:
         """Changes with the content or the names of the files, not with their times."""
         digest = hashlib.sha256()
-        for path in self.files:
+        done: dict[Path, bytes] = {}
+        for file in self.files:
             try:
-                with path.open("rb") as file:
-                    content = hashlib.file_digest(file, "sha256").digest()
+                if file.path not in done:
+                    with file.path.open("rb") as opened:
+                        done[file.path] = hashlib.file_digest(opened, "sha256").digest()
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror or error}.", "Check the file and its permissions.") from error
-            digest.update(self._name_of(path).encode() + b"\0" + content)
+                raise DataError(f"{file.path} cannot be read: {error.strerror or error}.", "Check the file and its permissions.") from error
+            digest.update(file.name.encode() + b"\0" + done[file.path])
         return digest.hexdigest()
 
     def rows(self) -> Iterator[Row]:
-        for path in self.files:
-            yield from read_file(path, self._name_of(path))
+        for index, file in enumerate(self.files):
+            self._at = index
+            yield from read_file(file, self.skip_bad)
+        self._at = len(self.files)
 
 
 def open_source(config: DataConfig) -> Source:
@@ -86,36 +113,39 @@ def open_source(config: DataConfig) -> Source:
     path = Path(text).expanduser()
     try:
         if path.exists():
-            return FileSource(path, config.split)
+            return FileSource(path, config.split, config.bad_lines == "skip")
     except (OSError, ValueError) as error:  # a name too long, a null byte
         raise DataError(f"`{text[:100]}` is no path: {error}.") from error
     url = _HUB_URL.fullmatch(text)
     name = url.group(1) if url else text
-    if not _HUB_ID.fullmatch(name) or (not url and suffix_of(path) in DATA_SUFFIXES + TEXT_SUFFIXES):
+    if not _HUB_ID.fullmatch(name) or (not url and suffix_of(path) in (*DATA_SUFFIXES, *TEXT_SUFFIXES, ARCHIVE_SUFFIX)):
         raise DataError(f"There is no file or folder `{text}`.", "Give a path that exists, or a hub id such as owner/name.")
     return HubSource(name, config.subset, config.split, config.max_rows)
 
 
-def _folder_files(folder: Path, split: str) -> tuple[list[Path], tuple[str, ...]]:
+def _chosen_files(place: Path, split: str) -> tuple[list[DataFile], tuple[str, ...]]:
     """The files that are read: data files if there are any, else text files; those of other splits are left out."""
-    found = []
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        if not any(part.startswith((".", "__MACOSX")) for part in parts) and path.is_file() and is_readable(path):
-            found.append(path)
-    data = [path for path in found if suffix_of(path) in DATA_SUFFIXES and path.name not in _FOLDER_RECORDS]
-    chosen = sorted(data or found, key=lambda path: path.relative_to(folder).as_posix())
+    found: list[DataFile] = []
+    if place.is_dir():
+        for path in sorted(place.rglob("*")):
+            inside = PurePosixPath(path.relative_to(place).as_posix())
+            if not is_hidden(inside) and path.is_file() and (is_readable(path) or is_archive(path)):
+                found += data_files(path, inside.as_posix())
+    else:
+        found = data_files(place, place.name)
+    data = [file for file in found if file.suffix in DATA_SUFFIXES and PurePosixPath(file.name).name not in _FOLDER_RECORDS]
+    chosen = sorted(data or found, key=lambda file: file.name)
     if not chosen:
-        raise DataError(f"The folder {folder} holds no file that can be read.", f"Readable are {_kinds()}.")
-    splits = {path: _SPLITS.intersection(re.split(r"[^a-z]+", path.relative_to(folder).as_posix().lower())) for path in chosen}
+        kind = "folder" if place.is_dir() else "archive"
+        raise DataError(f"The {kind} {place} holds no file that can be read.", f"Readable are {_kinds()}.")
+    splits = {file.name: _SPLITS.intersection(re.split(r"[^a-z]+", file.name.lower())) for file in chosen}
     if data and any(split in names for names in splits.values()):
-        left_out = [path for path in chosen if splits[path] and split not in splits[path]]
+        left_out = [file.name for file in chosen if splits[file.name] and split not in splits[file.name]]
         if left_out:
-            names = ", ".join(path.relative_to(folder).as_posix() for path in left_out[:5])
-            note = f"Left out, as they do not belong to the split `{split}`: {names}{' …' if len(left_out) > 5 else ''}."
-            return [path for path in chosen if path not in set(left_out)], (note,)
+            note = f"Left out, as they do not belong to the split `{split}`: {', '.join(left_out[:5])}{' …' if len(left_out) > 5 else ''}."
+            return [file for file in chosen if file.name not in left_out], (note,)
     return chosen, ()
 
 
 def _kinds() -> str:
-    return ", ".join(suffix.lstrip(".") for suffix in DATA_SUFFIXES + TEXT_SUFFIXES) + " (also .gz)"
+    return ", ".join(suffix.lstrip(".") for suffix in DATA_SUFFIXES + TEXT_SUFFIXES) + " (also as .gz or in a .zip)"

@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import json
+import zipfile
 from pathlib import Path
 
 import pyarrow
@@ -10,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from megatrain.config import DataConfig
-from megatrain.data.files import SECTION_CHARACTERS, Row
+from megatrain.data.files import Row
+from megatrain.data.readers import SECTION_CHARACTERS
 from megatrain.data.sources import open_source
 from megatrain.errors import DataError
 
@@ -59,7 +61,7 @@ def test_json(tmp_path: Path, name: str) -> None:
 
 
 def test_a_json_value_may_be_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.data.files._CHUNK", 7)
+    monkeypatch.setattr("megatrain.data.readers._CHUNK", 7)
     rows = [{"text": "\\ud83d\\ude00 \U0001f600 [{" * size, "n": -1.5e3, "deep": [[{}], None, True]} for size in (1, 50, 3)]
     for ascii_only in (True, False):
         assert values(written(tmp_path / "a.json", json.dumps(rows, ensure_ascii=ascii_only, indent=1))) == rows
@@ -106,7 +108,7 @@ BROKEN = {
     "a.parquet": (b"PAR1 no parquet", "a.parquet is not a readable Parquet file"),
     "a.arrow": (b"no arrow", "a.arrow is not a readable Arrow file"),
     "a.jsonl.gz": (gzip.compress(LINES.encode())[:-20], "a.jsonl.gz ends in the middle"),
-    "b.jsonl.gz": (LINES, "b.jsonl.gz cannot be read"),
+    "b.jsonl.gz": (LINES, "b.jsonl.gz is damaged"),
     "a.pickle": (b"\x80", "a.pickle is of no kind that can be read. Readable are json,"),
 }
 
@@ -188,3 +190,71 @@ def test_a_path_that_is_not_there(path: str) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no file that can be read"):
         open_source(DataConfig(path=str(tmp_path)))
+
+
+def zipped(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_a_zip_is_read_like_a_folder(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["p"], "completion": ["c"]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    members = {"data/b.jsonl": LINES.encode(), "data/a.csv.gz": gzip.compress(b"prompt,completion\nx,y\n"), "README.md": b"words",
+               "__MACOSX/data/._b.jsonl": b"junk", "c.parquet": (tmp_path / "t.parquet").read_bytes()}  # fmt: skip
+    rows = read(zipped(tmp_path / "all.zip", members))
+    assert [row.values for row in rows] == [{"prompt": "p", "completion": "c"}, {"prompt": "x", "completion": "y"}, *ROWS]
+    assert rows[1].place == "all.zip/data/a.csv.gz line 2"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    zipped(folder / "one.zip", {"a.jsonl": LINES.encode()})
+    written(folder / "z.jsonl", LINES)
+    assert values(folder) == ROWS * 2
+
+
+def test_a_column_file_may_be_compressed(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["a", "b"]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    written(tmp_path / "a.parquet.gz", gzip.compress((tmp_path / "t.parquet").read_bytes()))
+    assert values(tmp_path / "a.parquet.gz") == [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04 damaged", b"", b"no zip"])
+def test_a_damaged_zip_is_named(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DataError, match="a.zip is damaged"):
+        read(written(tmp_path / "a.zip", content))
+    zipped(tmp_path / "b.zip", {"picture.png": b"x"})
+    with pytest.raises(DataError, match="holds no file that can be read"):
+        read(tmp_path / "b.zip")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_without_a_mark(tmp_path: Path, encoding: str) -> None:
+    assert values(written(tmp_path / "a.jsonl", LINES.encode(encoding))) == ROWS
+    assert values(written(tmp_path / "a.csv", "prompt,completion\r\nä,b\r\n".encode(encoding))) == [{"prompt": "ä", "completion": "b"}]
+
+
+SKIPPED = {
+    "a.jsonl": (b'{"text": "a"}\nnot JSON\n{"text": "b"}\n\xff\xfe"\n{"text": "c"}\n', "abc",
+                ["a.jsonl line 2 is not JSON: Expecting value", "a.jsonl line 4 is not UTF-8 text"]),
+    "huge.jsonl": (b'{"text": ' + b"1" * 5000 + b'}\n{"text": "b"}', "b", ["huge.jsonl line 1 holds a value that cannot be read"]),
+    "a.json": (b'[{"text": "a"},\n{"text" "b"},\n{"text": "c"}]', "a", ["a.json line 2 is not JSON"]),
+    "a.csv": (b'text,n\na,1\nb,2\n"\x80",3\nc,4\n', "", ["a.csv is not UTF-8 text after line 0"]),
+    "a.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 5000)[:-8], "a" * 5000, ["a.jsonl.gz ends in the middle"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_lines_that_cannot_be_read_are_skipped_by_choice_and_fatal_otherwise(tmp_path: Path, name: str) -> None:
+    content, good, problems = SKIPPED[name]
+    path = written(tmp_path / name, content)
+    rows = read(path, bad_lines="skip")
+    assert "".join(row.values["text"] for row in rows if not row.problem) == good
+    bad = [row for row in rows if row.problem]
+    assert len(bad) == len(problems)
+    assert all(row.place.startswith(problem) for row, problem in zip(bad, problems, strict=True))
+    with pytest.raises(DataError) as error:
+        read(path)
+    assert error.value.message.startswith(problems[0])

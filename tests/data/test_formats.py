@@ -66,7 +66,6 @@ def test_detection_looks_at_more_than_the_first_row() -> None:
 
 @pytest.mark.parametrize(("values", "words"), [
     ({"title": "a", "body": "b", "n": 1}, "columns title, body, n"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs"),
     ({}, "no columns|\\(none\\)"),
 ])  # fmt: skip
 def test_columns_that_fit_nothing_are_named_with_what_would_fit(values: dict, words: str) -> None:
@@ -132,3 +131,51 @@ def test_a_row_is_refused_with_what_was_expected(format: str, values: dict, reas
     with pytest.raises(BadRow) as refusal:
         read_row(Row("", values), format)
     assert reason in str(refusal.value)
+
+
+Q, CALL = {"role": "user", "content": "Q"}, {"name": "f", "arguments": {"x": 1}}
+PREFERENCES = [
+    {"prompt": "Q", "chosen": "A", "rejected": "B"},
+    {"question": "Q", "chosen": "A", "rejected": "B"},
+    {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
+    {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "B"}]},
+    {"prompt": "Q", "chosen": [USER, ASSISTANT], "rejected": [USER, {"role": "assistant", "content": "B"}]},
+    {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"},
+     "rejected": {"from": "gpt", "value": "B"}},
+    {"chosen_messages": [USER, ASSISTANT], "rejected_messages": [USER, ASSISTANT]},
+    {"chosen": "\n\nHuman: Q\n\nAssistant: A", "rejected": "\n\nHuman: Q\n\nAssistant: B"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", PREFERENCES, ids=lambda values: ",".join(values))
+def test_of_a_preference_pair_the_chosen_side_is_read(values: dict) -> None:
+    assert detect([values]) == "preference"
+    assert spoken(read_row(Row("", values), "preference")) == [USER, ASSISTANT]
+
+
+def spoken(example: object) -> list[dict]:
+    if isinstance(example, Pair):
+        return [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
+    assert isinstance(example, Conversation)
+    return example.messages
+
+
+def test_only_answers_to_the_chosen_side_of_a_pair_are_trained() -> None:
+    turns = [USER, ASSISTANT, USER]
+    example = read_row(Row("", {"prompt": turns, "chosen": [ASSISTANT], "rejected": "B"}), "preference")
+    assert isinstance(example, Conversation)
+    assert example.trained == [False, False, False, True]
+
+
+def test_a_preference_pair_without_its_chosen_side_is_refused() -> None:
+    for values in ({"prompt": "Q", "rejected": "B"}, {"prompt": "Q", "chosen": "", "rejected": "B"}, {"prompt": "Q", "chosen": 3}):
+        with pytest.raises(BadRow):
+            read_row(Row("", values), "preference")
+
+
+@pytest.mark.parametrize("text", [json.dumps(CALL), json.dumps([CALL]), json.dumps({**CALL, "arguments": '{"x": 1}'})])
+def test_a_function_call_of_sharegpt_is_a_tool_call(text: str) -> None:
+    turns = [{"from": "human", "value": "Q"}, {"from": "function_call", "value": text}, {"from": "observation", "value": "2"}]
+    example = read_row(Row("", {"conversations": turns}), "sharegpt")
+    assert isinstance(example, Conversation)
+    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
