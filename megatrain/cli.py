@@ -106,11 +106,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from megatrain import planner, report, shapes
-    from megatrain.hardware import read_machine
+    from megatrain.hardware import read_machine, with_offload
 
     config = RunConfig.load(options.config)
     shape = shapes.load_shape(shapes.resolve(config.model, options.workspace), config.model.path, options.workspace)
-    machine = read_machine(options.workspace)
+    machine = with_offload(read_machine(options.workspace), options.workspace, config.memory.offload_folder)
     try:
         plan = planner.plan(config, shape, machine)
     except PlanError as error:
@@ -192,7 +192,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _own_template(run_folder: Path) -> str:
     """The chat template that the run trained with, if the tokenizer had none; for other tools, without training's marks."""
-    from megatrain.data.chat import FALLBACK_TEMPLATE
+    from megatrain.data.templates import FALLBACK_TEMPLATE
     from megatrain.runs.store import load_json
 
     if (load_json(run_folder / "data.json") or {}).get("template") != "fallback":

@@ -83,10 +83,10 @@ class MemoryConfig:
     disk_limit_gib: float | None = _option(None, "Disk limit", "Space that offloaded states may take.", unit="GiB", min=0.1, advanced=True)
     micro_batch_packs: int | None = _option(None, "Micro-batch", "Packs that run at once; empty takes what fits.", unit="packs", min=1, advanced=True)
     group_micro_batches: int | None = _option(None, "Group", "Micro-batches that share one pass over the weights; empty is planned.", unit="micro-batches", min=1, advanced=True)
-    weights: str = _option("auto", "Compute weights in", "Tier of the compute weights.", choices=("auto", "vram", "ram"), advanced=True)
-    masters: str = _option("auto", "Master weights in", "Tier of the masters.", choices=("auto", "vram", "ram"), advanced=True)
-    grads: str = _option("auto", "Gradients in", "Tier of the parked gradients.", choices=("auto", "vram", "ram"), advanced=True)
-    moments: str = _option("auto", "Optimizer moments in", "Tier of exp_avg and exp_avg_sq.", choices=("auto", "vram", "ram"), advanced=True)
+    weights: str = _option("auto", "Compute weights in", "Tier of the compute weights.", choices=("auto", "vram", "ram", "nvme"), advanced=True)
+    masters: str = _option("auto", "Master weights in", "Tier of the masters.", choices=("auto", "vram", "ram", "nvme"), advanced=True)
+    grads: str = _option("auto", "Gradients in", "Tier of the parked gradients.", choices=("auto", "vram", "ram", "nvme"), advanced=True)
+    moments: str = _option("auto", "Optimizer moments in", "Tier of exp_avg and exp_avg_sq.", choices=("auto", "vram", "ram", "nvme"), advanced=True)
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,10 @@ def _conflicts(config: RunConfig) -> list[tuple[str, str]]:
         problems.append(("train.global_batch_tokens", f"{batch} is no multiple of data.sequence_length {length}; the nearest is {nearest}"))
     if config.checkpoint.every_steps == 0 and config.checkpoint.every_minutes == 0 and not config.checkpoint.at_end:
         problems.append(("checkpoint", "nothing would ever be saved: set every_steps, every_minutes or at_end"))
+    memory = config.memory
+    on_disk = [name for name in ("weights", "masters", "grads", "moments") if getattr(memory, name) == "nvme"]
+    if on_disk and not memory.offload_folder:
+        problems.append(("memory.offload_folder", f"{', '.join(on_disk)} shall be on disk: choose a folder on a fast disk"))
     packs = config.packs_per_step
     if config.memory.micro_batch_packs and packs and config.memory.micro_batch_packs > packs:
         problems.append(("memory.micro_batch_packs", f"{config.memory.micro_batch_packs} is more than the {packs} packs of a step"))

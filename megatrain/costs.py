@@ -135,6 +135,16 @@ def resident_bytes(work: Work, plan: Plan, kind: Kind, tier: Tier) -> int:
     return sum(count * state_bytes(block, kind, work) for block, placement, count in placed(work, plan) if placement.tier(kind) is tier)
 
 
+def disk_home_bytes(work: Work, plan: Plan, kind: Kind) -> int:
+    """All blocks' homes of one kind in the offload file, each beginning at a page (moments are two)."""
+    pages = PAGE_BYTES * (2 if kind is Kind.MOMENTS else 1)
+    return sum(
+        count * (state_bytes(block, kind, work) + pages)
+        for block, placement, count in placed(work, plan)
+        if placement.tier(kind) is Tier.NVME
+    )
+
+
 def weight_copy_host_bytes(work: Work, plan: Plan) -> int:
     """Host copies of weights whose home is VRAM while the CPU updates them."""
     return sum(
@@ -189,11 +199,12 @@ def park_ring_bytes(work: Work, plan: Plan) -> int:
 
 
 def update_staging_bytes(work: Work, plan: Plan) -> int:
-    """Device copies of states that rest in RAM while the device updates their block: one of the largest for each kind.
+    """Device copies of states that rest elsewhere while the device updates their block: one of the largest for each kind.
 
     Weights have their slot already.
     """
-    return _staging(work, plan, lambda placement: placement.updated_on_device, Tier.VRAM, (Kind.MASTERS, Kind.GRADS))
+    outside = (Tier.RAM, Tier.NVME)
+    return _staging(work, plan, lambda placement: placement.updated_on_device, outside, (Kind.MASTERS, Kind.GRADS))
 
 
 def update_scratch_bytes(work: Work, plan: Plan) -> int:
@@ -205,7 +216,16 @@ def update_scratch_bytes(work: Work, plan: Plan) -> int:
 
 def update_staging_host_bytes(work: Work, plan: Plan) -> int:
     """Host copies of states that rest in VRAM while the CPU updates their block; its weights have a copy for good."""
-    return _staging(work, plan, lambda placement: not placement.updated_on_device, Tier.RAM, (Kind.MASTERS, Kind.GRADS))
+    return _staging(work, plan, lambda placement: not placement.updated_on_device, (Tier.VRAM,), (Kind.MASTERS, Kind.GRADS))
+
+
+def disk_slot_host_bytes(work: Work, plan: Plan) -> int:
+    """Rings of host memory through which states on disk are used: slots of the largest block of each kind."""
+    largest = (
+        max((state_bytes(block, kind, work) for block, placement, _ in placed(work, plan) if placement.tier(kind) is Tier.NVME), default=0)
+        for kind in Kind
+    )
+    return sum(plan.disk_slots * (size + 2 * PAGE_BYTES) for size in largest if size)
 
 
 def page_padding_host_bytes(work: Work, plan: Plan) -> int:
@@ -269,10 +289,11 @@ def logits_chunk_bytes(work: Work, plan: Plan) -> int:
 # ---- the sum ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ledger:
-    """Peak bytes by part: weights, masters, grads, moments, activations, buffers, context. Without a GPU all of it is RAM."""
+    """Peak bytes by part: weights, masters, grads, moments, activations, buffers, context. Without a GPU all but the disk is RAM."""
 
     vram: dict[str, int]
     ram: dict[str, int]
+    disk: dict[str, int]  # by kind of state
 
     @property
     def vram_bytes(self) -> int:
@@ -281,6 +302,10 @@ class Ledger:
     @property
     def ram_bytes(self) -> int:
         return sum(self.ram.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
 
 
 def ledger(work: Work, plan: Plan) -> Ledger:
@@ -307,11 +332,17 @@ def ledger(work: Work, plan: Plan) -> Ledger:
     device["context"] = GPU_CONTEXT_BYTES if work.on_gpu else 0
     host["weights"] += weight_copy_host_bytes(work, plan)
     host["activations"] = inputs if plan.inputs_tier is Tier.RAM else 0
-    host["buffers"] = accumulator_host_bytes(work, plan) + update_staging_host_bytes(work, plan) + page_padding_host_bytes(work, plan)
+    host["buffers"] = (
+        accumulator_host_bytes(work, plan)
+        + update_staging_host_bytes(work, plan)
+        + disk_slot_host_bytes(work, plan)
+        + page_padding_host_bytes(work, plan)
+    )
     host["context"] = WORKER_BYTES_GPU if work.on_gpu else WORKER_BYTES_CPU
+    disk = {kind.value: size for kind in Kind if (size := disk_home_bytes(work, plan, kind))}
     if work.on_gpu:
-        return Ledger(device, host)
-    return Ledger({}, {part: device[part] + host[part] for part in device})
+        return Ledger(device, host, disk)
+    return Ledger({}, {part: device[part] + host[part] for part in device}, disk)
 
 
 def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
@@ -324,8 +355,15 @@ def _sizes(block: BlockShape) -> tuple[int, int, int]:
     return block.num_params, block.fp32_params, block.buffer_bytes
 
 
-def placed(work: Work, plan: Plan) -> Iterator[tuple[BlockShape, Placement, int]]:
-    """(block, placement, how many in a row), so that a formula need not visit every layer."""
+def placed(work: Work, plan: Plan) -> list[tuple[BlockShape, Placement, int]]:
+    """(block, placement, how many in a row), so that a formula need not visit every layer. Kept with the plan: all formulas ask."""
+    known = plan.__dict__.get("_placed")
+    if known is None or known[0] is not work:
+        known = plan.__dict__["_placed"] = work, list(_placed(work, plan))
+    return known[1]
+
+
+def _placed(work: Work, plan: Plan) -> Iterator[tuple[BlockShape, Placement, int]]:
     blocks, placements = iter(work.block_runs), iter(plan.placement_runs)
     (block_end, block), (placement_end, placement), start = next(blocks), next(placements), 0
     while True:
@@ -349,9 +387,9 @@ def streamed(work: Work, plan: Plan) -> list[tuple[BlockShape, int]]:
     return [(block, count) for block, placement, count in placed(work, plan) if placement.weights is not Tier.VRAM]
 
 
-def _staging(work: Work, plan: Plan, updated_here: Callable[[Placement], bool], home: Tier, kinds: tuple[Kind, ...]) -> int:
+def _staging(work: Work, plan: Plan, updated_here: Callable[[Placement], bool], away: tuple[Tier, ...], kinds: tuple[Kind, ...]) -> int:
     updated = [(block, placement) for block, placement, _ in placed(work, plan) if updated_here(placement)]
     return sum(
-        max((state_bytes(block, kind, work) for block, placement in updated if placement.tier(kind) is not home), default=0)
+        max((state_bytes(block, kind, work) for block, placement in updated if placement.tier(kind) in away), default=0)
         for kind in kinds
     )

@@ -3,20 +3,23 @@
 The plan is the first in a fixed order of preference that fits: largest micro-batch, then most blocks wholly in VRAM (in
 forward order, because the update of an early block has the least time to hide), then stored inputs in VRAM, more slots,
 more weights in VRAM. The order knows no limits, so a smaller limit never makes a plan larger. Where a layer's compute is
-too short to hide its stored input's way to RAM, inputs come before blocks.
+too short to hide its stored input's way to RAM, inputs come before blocks. Only when nothing fits that way does the disk
+take what RAM lacks, in the order of what is missed least: moments, masters, gradients, weights; of each kind the last
+layers first, because their update has the longest time to hide, and embedding and head at the very end.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import groupby
+from functools import cache, cached_property, partial
+from itertools import accumulate, groupby, pairwise
 
 from megatrain import costs, timing
 from megatrain.config import RunConfig
 from megatrain.costs import Ledger, Work
 from megatrain.errors import ConfigError
 from megatrain.hardware import CPU, Machine
-from megatrain.plan import Placement, Plan, Tier
+from megatrain.plan import Kind, Placement, Plan, Tier
+from megatrain.precision import precision_named
 from megatrain.shape import ModelShape
 from megatrain.units import GIB, MIB
 
@@ -24,25 +27,38 @@ MICRO_BATCH_TOKENS_GPU = 16384  # more does not fill a GPU better
 MICRO_BATCH_TOKENS_CPU = 4096
 WEIGHT_SLOTS = (3, 2)  # best first; two overlap copy and compute, a third absorbs jitter
 GRAD_SLOTS = (2, 1)
+DISK_SLOTS = (3, 2)  # three: one being read, one in use, one being written
+EVICTION = (Kind.MOMENTS, Kind.MASTERS, Kind.GRADS, Kind.WEIGHTS)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take. Without a GPU, VRAM is none and everything counts as RAM."""
+    """What a run may take. Without a GPU, VRAM is none and everything counts as RAM. Without an offload folder there is no disk."""
 
     device: str
     vram_bytes: int
     ram_bytes: int
+    disk_bytes: int = 0
     vram_total_bytes: int = 0
     vram_free_bytes: int = 0
     vram_reserve_bytes: int = 0  # left free for the desktop and for what the allocator cannot use
     ram_total_bytes: int = 0
     ram_available_bytes: int = 0
     ram_reserve_bytes: int = 0  # left free so that the computer stays usable
+    disk_free_bytes: int = 0  # of the offload folder
+    disk_reserve_bytes: int = 0  # left free for checkpoints on the same disk, and for others
+
+    @property
+    def disk_debt_bytes(self) -> int:
+        """What is lacking even for the reserve."""
+        return max(0, self.disk_reserve_bytes - self.disk_free_bytes)
 
 
-def budget(config: RunConfig, machine: Machine) -> Budget:
-    """The limits of `config` on this machine: what the user allows, and never more than is free."""
+def budget(config: RunConfig, machine: Machine, checkpoint_bytes: int = 0) -> Budget:
+    """The limits of `config` on this machine: what the user allows, and never more than is free.
+
+    `checkpoint_bytes` is the size of one, which also needs room on the disk.
+    """
     device = _device(config, machine)
     vram_limit, ram_limit = _gib(config.memory.vram_limit_gib), _gib(config.memory.ram_limit_gib)
     ram_reserve = max(2 * GIB, machine.ram_total_bytes * 8 // 100)
@@ -54,6 +70,7 @@ def budget(config: RunConfig, machine: Machine) -> Budget:
         ram_total_bytes=machine.ram_total_bytes,
         ram_available_bytes=machine.ram_available_bytes,
         ram_reserve_bytes=ram_reserve,
+        **_disk_limits(config, machine, checkpoint_bytes),
     )
     gpu = machine.gpu(device)
     if gpu is None:
@@ -67,6 +84,16 @@ def budget(config: RunConfig, machine: Machine) -> Budget:
         vram_free_bytes=gpu.free_bytes,
         vram_reserve_bytes=reserve,
     )
+
+
+def _disk_limits(config: RunConfig, machine: Machine, checkpoint_bytes: int) -> dict[str, int]:
+    if not config.memory.offload_folder:
+        return {}
+    free, limit = machine.offload_free_bytes, _gib(config.memory.disk_limit_gib)
+    saved = checkpoint_bytes if machine.offload_on_workspace_disk else 0  # without room for one a run could save nothing
+    reserve = max(4 * GIB, machine.offload_total_bytes * 2 // 100) + saved
+    may = max(0, free - reserve)
+    return {"disk_bytes": may if limit is None else min(may, limit), "disk_free_bytes": free, "disk_reserve_bytes": reserve}
 
 
 def _gib(value: float | None) -> int | None:
@@ -97,10 +124,11 @@ class Problem:
     work: Work
     budget: Budget
     inputs_hide: bool  # a layer's compute hides its stored input's way to RAM
+    may_evict: bool = False  # the disk may take what RAM lacks
 
     @staticmethod
     def of(config: RunConfig, shape: ModelShape, machine: Machine) -> "Problem":
-        limits = budget(config, machine)
+        limits = budget(config, machine, costs.checkpoint_bytes(shape, precision_named(config.precision)))
         work = Work.of(config, shape, limits.device)
         if 0 < shape.max_positions < config.data.sequence_length:
             text = f"{config.data.sequence_length} is longer than the {shape.max_positions} positions of {shape.name}"
@@ -123,16 +151,46 @@ class Problem:
         most = max(1, tokens // self.work.sequence_length)
         return sorted({size for count in range(1, packs + 1) if (size := -(-packs // count)) <= most}, reverse=True)
 
-    def placements(self, resident: int, weights: int) -> tuple[Placement, ...]:
-        """The first `resident` blocks wholly in VRAM, `weights` more with their compute weights there."""
+    def placements(self, resident: int, weights: int, evicted: int = 0) -> tuple[Placement, ...]:
+        """The first `resident` blocks wholly in VRAM, `weights` more with their compute weights there; the first `evicted`
+        of what may go from RAM to the disk is there."""
         rest = self.num_blocks - resident - weights
         parts = ((resident, True, True), (weights, False, True), (rest, False, False))
-        return tuple(placement for count, whole, light in parts for placement in (self._placement(whole, light),) * count)
+        found = [placement for count, whole, light in parts for placement in (self._placement(whole, light),) * count]
+        for kind, index in self.evictions[:evicted]:
+            if found[index].tier(kind) is Tier.RAM:
+                found[index] = self._evicted(found[index], kind)
+        return tuple(found)
+
+    @cached_property
+    def evictions(self) -> list[tuple[Kind, int]]:
+        """(kind, block) in the order in which they go to the disk; those that the configuration pins to a tier stay."""
+        return [(kind, index) for kind, blocks in self._eviction_stretches for index in blocks]
+
+    @cached_property
+    def eviction_counts(self) -> list[range]:
+        """Numbers of evictions in stretches: within each, need falls with the number once the ring of slots is paid for."""
+        ends = list(accumulate((len(blocks) for _, blocks in self._eviction_stretches), initial=1))
+        return [range(start, stop) for start, stop in pairwise(ends)]
+
+    @property
+    def _eviction_stretches(self) -> Iterator[tuple[Kind, Sequence[int]]]:
+        """Embedding and head stand alone: they are larger than layers, and with them the slots become larger."""
+        last = self.num_blocks - 1
+        for kind in EVICTION:
+            if self.may_evict and getattr(self.config.memory, kind.value) == "auto":
+                for blocks in (range(last - 1, 0, -1), (last,), (0,)):
+                    yield kind, blocks
+
+    @staticmethod
+    @cache
+    def _evicted(placement: Placement, kind: Kind) -> Placement:
+        return replace(placement, **{kind.value: Tier.NVME})
 
     def _placement(self, resident: bool, weights: bool) -> Placement:
         """Explicit tiers as asked; masters and gradients otherwise stay with the device that updates the block."""
-        if not self.work.on_gpu:
-            resident = weights = True
+        if not self.work.on_gpu:  # one memory; only what is streamed can be on disk
+            resident = weights = not self.may_evict
         memory = self.config.memory
         moments = _tier(memory.moments, resident)
         beside = resident and moments is Tier.VRAM
@@ -149,9 +207,13 @@ class Problem:
     def fits_vram(self, candidate: Plan) -> bool:
         return not self.work.on_gpu or self.ledger(candidate).vram_bytes <= self.budget.vram_bytes
 
+    def fits_ram(self, candidate: Plan) -> bool:
+        return self.ledger(candidate).ram_bytes <= self.budget.ram_bytes
+
     def fits(self, candidate: Plan) -> bool:
         sums = self.ledger(candidate)
-        return (not self.work.on_gpu or sums.vram_bytes <= self.budget.vram_bytes) and sums.ram_bytes <= self.budget.ram_bytes
+        in_vram = not self.work.on_gpu or sums.vram_bytes <= self.budget.vram_bytes
+        return in_vram and sums.ram_bytes <= self.budget.ram_bytes and sums.disk_bytes <= self.budget.disk_bytes
 
 
 def _tier(choice: str, vram: bool) -> Tier:
@@ -162,6 +224,13 @@ def _tier(choice: str, vram: bool) -> Tier:
 
 def search(problem: Problem) -> Plan | None:
     """The preferred plan that fits, or None."""
+    found = _search(problem)
+    if found is None and problem.budget.disk_bytes:
+        found = _search(replace(problem, may_evict=True))
+    return found
+
+
+def _search(problem: Problem) -> Plan | None:
     sizes = problem.micro_batch_sizes()
     filled = cache(partial(_fill, problem))
     if problem.config.memory.group_micro_batches:  # smaller micro-batches may need more groups, and with them more memory
@@ -208,10 +277,38 @@ def _most_resident(problem: Problem, cuts: list[Plan]) -> tuple[Plan, int] | Non
         resident = _most(problem.num_blocks, partial(_fits_vram, problem, cut))
         if resident is None or (best and resident <= best[1]):
             continue
-        candidate = _with_blocks(problem, cut, resident, 0)
-        if problem.fits(candidate):
+        candidate = _evict(problem, cut, resident)
+        if candidate is not None:
             best = candidate, resident
     return best
+
+
+def _evict(problem: Problem, cut: Plan, resident: int) -> Plan | None:
+    """The plan with `resident` blocks in VRAM and as little on disk as is needed; None when it does not fit anyhow."""
+
+    for slots in DISK_SLOTS:  # a configuration may pin states to the disk
+        plain = _with_evictions(problem, replace(cut, disk_slots=slots), resident, 0)
+        if problem.fits(plain):
+            return plain
+    for counts in problem.eviction_counts:
+        for slots in DISK_SLOTS:
+            found = _fewest(problem, replace(cut, disk_slots=slots), resident, counts)
+            if found is not None:
+                return found
+    return None
+
+
+def _fewest(problem: Problem, cut: Plan, resident: int, counts: range) -> Plan | None:
+    """With the fewest evictions of one stretch that RAM needs, if the disk has room for them."""
+    first = _first(len(counts), lambda index: problem.fits_ram(_with_evictions(problem, cut, resident, counts[index])))
+    if first is None:
+        return None
+    found = _with_evictions(problem, cut, resident, counts[first])
+    return found if problem.fits(found) else None
+
+
+def _with_evictions(problem: Problem, cut: Plan, resident: int, count: int) -> Plan:
+    return replace(cut, placements=problem.placements(resident, 0, count))
 
 
 def _fits_vram(problem: Problem, cut: Plan, resident: int) -> bool:
@@ -224,7 +321,7 @@ def _spend_rest(problem: Problem, found: Plan, resident: int) -> Plan:
         found = _prefer(problem, found, *(replace(found, weight_slots=slots) for slots in WEIGHT_SLOTS))
     found = _prefer(problem, found, *(replace(found, grad_slots=slots) for slots in GRAD_SLOTS))
     rest = problem.num_blocks - resident
-    if rest and problem.work.on_gpu:
+    if rest and problem.work.on_gpu and not _on_disk(found):
         more = _most(rest, lambda weights: problem.fits(_with_blocks(problem, found, resident, weights)))
         found = _with_blocks(problem, found, resident, more or 0)
     if not _streams(found) and found.group_micro_batches > 1 and not problem.config.memory.group_micro_batches:
@@ -240,6 +337,10 @@ def _with_blocks(problem: Problem, cut: Plan, resident: int, weights: int) -> Pl
 def _streams(candidate: Plan) -> bool:
     """Whether any decoder layer's weights are streamed."""
     return any(placement.weights is not Tier.VRAM for placement in candidate.placements[1:-1])
+
+
+def _on_disk(candidate: Plan) -> bool:
+    return any(placement.tier(kind) is Tier.NVME for _, placement in candidate.placement_runs for kind in Kind)
 
 
 def _prefer(problem: Problem, otherwise: Plan, *candidates: Plan) -> Plan:
@@ -267,12 +368,24 @@ def _first(count: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def least(problem: Problem) -> Ledger:
-    """The smallest need that the search would accept: one that lacks no VRAM if there is one, of these the least RAM."""
+    """The smallest need that the search would accept: one that lacks no VRAM if there is one, of these the least RAM.
+
+    With an offload folder as much as is needed is on disk, whatever its room.
+    """
     tried = []
+    may_evict = problem.budget.disk_free_bytes > 0
     sizes = problem.micro_batch_sizes()
     if not problem.config.memory.group_micro_batches:
         sizes = sizes[-1:]
-    for cut in (cut for packs in sizes for cut in _cuts(problem, packs)):
-        resident = _most(problem.num_blocks, partial(_fits_vram, problem, cut))
-        tried.append(problem.ledger(_with_blocks(problem, cut, resident or 0, 0)))
-    return min(tried, key=lambda sums: (max(0, sums.vram_bytes - problem.budget.vram_bytes), sums.ram_bytes))
+    for variant in (problem, replace(problem, may_evict=True)) if may_evict else (problem,):
+        for cut in (cut for packs in sizes for cut in _cuts(variant, packs)):
+            resident = _most(variant.num_blocks, partial(_fits_vram, variant, cut)) or 0
+            for evicted in (0, *(counts[-1] for counts in variant.eviction_counts)):
+                tried.append(variant.ledger(_with_evictions(variant, replace(cut, disk_slots=DISK_SLOTS[-1]), resident, evicted)))
+    limits = problem.budget
+    smallest = min(tried, key=lambda sums: (max(0, sums.vram_bytes - limits.vram_bytes), sums.ram_bytes))
+    if not may_evict:
+        return smallest
+    vram, ram = max(limits.vram_bytes, smallest.vram_bytes), max(limits.ram_bytes, smallest.ram_bytes)
+    found = search(replace(problem, budget=replace(limits, vram_bytes=vram, ram_bytes=ram, disk_bytes=1 << 62)))
+    return smallest if found is None else problem.ledger(found)

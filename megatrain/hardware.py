@@ -7,7 +7,7 @@ import json
 import os
 import platform as system
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,10 @@ class Machine:
     driver_version: str | None = None
     torch_cuda: str | None = None  # CUDA version that the installed torch was built for; None: it cannot use a GPU
     notes: tuple[str, ...] = field(default=())  # what could not be read, in words
+    offload_folder: str = ""  # where states may go that do not fit in RAM; see with_offload
+    offload_total_bytes: int = 0  # of its disk
+    offload_free_bytes: int = 0
+    offload_on_workspace_disk: bool = True
 
     @property
     def auto_device(self) -> str:
@@ -124,6 +128,21 @@ def read_machine(workspace: Path) -> Machine:
         driver_version=driver,
         torch_cuda=read_torch_cuda(),
         notes=notes,
+        offload_folder=str(workspace.expanduser().absolute() / "offload"),
+        offload_total_bytes=disk.total,
+        offload_free_bytes=disk.free,
+    )
+
+
+def with_offload(machine: Machine, workspace: Path, folder: str | None) -> Machine:
+    """`machine` with the free space of the folder that a configuration names for offloaded states."""
+    if not folder:
+        return machine
+    nearest, own = nearest_folder(Path(folder)), nearest_folder(workspace)
+    same = nearest.stat().st_dev == own.stat().st_dev
+    disk = shutil.disk_usage(nearest)
+    return replace(
+        machine, offload_folder=folder, offload_total_bytes=disk.total, offload_free_bytes=disk.free, offload_on_workspace_disk=same
     )
 
 

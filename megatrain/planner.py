@@ -9,7 +9,7 @@ from megatrain.config import RunConfig
 from megatrain.errors import PlanError
 from megatrain.fitting import Budget, Problem, budget, least, search
 from megatrain.hardware import Machine
-from megatrain.plan import Kind, Plan, Predicted, Tier
+from megatrain.plan import Kind, Plan, Predicted
 from megatrain.precision import PRECISIONS
 from megatrain.shape import ModelShape
 from megatrain.units import GIB, format_bytes
@@ -55,8 +55,10 @@ def _predicted(problem: Problem, found: Plan, machine: Machine) -> Plan:
         predicted=Predicted(
             vram_bytes=sums.vram_bytes,
             ram_bytes=sums.ram_bytes,
+            disk_bytes=sums.disk_bytes,
             vram_parts=sums.vram,
             ram_parts=sums.ram,
+            disk_parts=sums.disk,
             step_s=times.step_s,
             tokens_per_s=problem.work.step_tokens / times.step_s,
             bottleneck=times.bottleneck,
@@ -69,12 +71,13 @@ def _refusal(problem: Problem, helpful: list[Suggestion]) -> PlanError:
     sums, limits = least(problem), problem.budget
     missing, parts = {}, []
     for tier, what, need, may in (
-        (Tier.VRAM, "VRAM", sums.vram_bytes, limits.vram_bytes),
-        (Tier.RAM, "RAM", sums.ram_bytes, limits.ram_bytes),
+        ("vram", "VRAM", sums.vram_bytes, limits.vram_bytes),
+        ("ram", "RAM", sums.ram_bytes, limits.ram_bytes),
+        ("disk", "disk space", sums.disk_bytes, limits.disk_bytes),
     ):
         if need > may:
-            missing[tier.value] = need - may
-            parts.append(f"it lacks {format_bytes(need - may)} of {what} (needs {format_bytes(need)}, may use {format_bytes(may)})")
+            missing[tier] = lacking = need - may + (limits.disk_debt_bytes if tier == "disk" else 0)
+            parts.append(f"it lacks {format_bytes(lacking)} of {what} (needs {format_bytes(need)}, may use {format_bytes(may)})")
     message = f"{problem.work.shape.name} does not fit: " + " and ".join(parts) + "."
     hint = helpful[0].text if helpful else "No single change makes it fit: choose a smaller model, or a machine with more memory."
     return PlanError(message, hint, missing)
@@ -93,7 +96,7 @@ class _Change:
 def _suggest(config: RunConfig, shape: ModelShape, machine: Machine, problem: Problem) -> list[Suggestion]:
     """For every key the mildest value that alone makes the configuration fit."""
     found = []
-    for change in _changes(config, problem):
+    for change in _changes(config, problem, machine):
         others = [Problem.of(_changed(config, change.key, value), shape, machine) for value in change.values]
         if not others or search(others[-1]) is None:
             continue
@@ -108,12 +111,18 @@ def _suggest(config: RunConfig, shape: ModelShape, machine: Machine, problem: Pr
     return [suggestion for _, suggestion in found]
 
 
-def _changes(config: RunConfig, problem: Problem) -> Iterator[_Change]:
+def _changes(config: RunConfig, problem: Problem, machine: Machine) -> Iterator[_Change]:
     memory, work = config.memory, problem.work
     sums = least(problem)
-    for name, limit, need in (("vram", memory.vram_limit_gib, sums.vram_bytes), ("ram", memory.ram_limit_gib, sums.ram_bytes)):
+    for name, key, limit, need in (
+        ("VRAM", "vram", memory.vram_limit_gib, sums.vram_bytes),
+        ("RAM", "ram", memory.ram_limit_gib, sums.ram_bytes),
+        ("disk", "disk", memory.disk_limit_gib, sums.disk_bytes),
+    ):
         if limit is not None and need > limit * GIB:
-            yield _Change(f"memory.{name}_limit_gib", f"Raise the {name.upper()} limit to {{}} GiB.", (-(-need * 10 // GIB) / 10,))
+            yield _Change(f"memory.{key}_limit_gib", f"Raise the {name} limit to {{}} GiB.", (-(-need * 10 // GIB) / 10,))
+    if not memory.offload_folder and machine.offload_folder:
+        yield _Change("memory.offload_folder", "Keep on disk what RAM lacks, in {}.", (machine.offload_folder,))
     for kind in Kind:
         if getattr(memory, kind.value) != "auto":
             yield _Change(f"memory.{kind.value}", f"Let the planner place the {kind.value}.", ("auto",))

@@ -13,7 +13,7 @@ from megatrain.rates import Rates
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Predicted seconds of one step. `lanes` says how long each of compute, h2d, d2h and optimizer set the pace."""
+    """Predicted seconds of one step. `lanes` says how long each of compute, h2d, d2h, optimizer and disk set the pace."""
 
     lanes: dict[str, float]
 
@@ -42,8 +42,8 @@ def optimizer_traffic_bytes(work: Work) -> int:
 def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
     """Forward and backward last as long as their slowest lane; updates run inside the forward, which is their only window.
 
-    Weights cross the bus twice per group, gradients once per step; the head is not recomputed. Without a GPU nothing
-    overlaps and lanes add up.
+    Weights cross the bus twice per group, gradients once per step; the head is not recomputed. A disk reads and writes one
+    after the other. Without a GPU nothing overlaps and lanes add up.
     """
     layers, head = (count / rates.compute_flops_per_s[work.precision.compute_dtype] for count in forward_flops(work))
     layers = max(layers, rates.layer_overhead_s / 4 * len(work.shape.layers) * costs.micro_batches(work, plan))
@@ -55,18 +55,25 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
     on_device = sum(count * block.num_params for block, placement, count in costs.placed(work, plan) if placement.updated_on_device)
     on_host = work.shape.num_params - on_device
     up, down = _update_transfers(work, plan)
+
+    def on_disk(kind: Kind) -> int:
+        return costs.disk_home_bytes(work, plan, kind)
+
     forward = {
         "compute": layers + head,
         "h2d": weights + up,
         "d2h": down + inputs,
         "optimizer": on_host * (optimizer_traffic_bytes(work) + work.precision.weight_bytes) / rates.host_bytes_per_s,
+        "disk": _disk_s(rates, *_update_disk_bytes(work, plan)),
     }
     backward = {
         "compute": 3 * layers + 2 * head,
         "h2d": weights + inputs + sums,
-        "d2h": costs.resident_bytes(work, plan, Kind.GRADS, Tier.RAM) + sums,
+        "d2h": costs.resident_bytes(work, plan, Kind.GRADS, Tier.RAM) + on_disk(Kind.GRADS) + sums,
+        "disk": _disk_s(rates, on_disk(Kind.WEIGHTS) * (2 * costs.groups(work, plan) - 1), on_disk(Kind.GRADS)),
     }
     lanes = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "optimizer": on_device * optimizer_traffic_bytes(work) / rates.device_bytes_per_s}
+    lanes["disk"] = 0.0
     for phase in (forward, backward):
         both = phase["h2d"] > 0 and phase["d2h"] > 0 and work.on_gpu
         phase["h2d"] /= rates.duplex_bytes_per_s if both else rates.h2d_bytes_per_s
@@ -78,15 +85,25 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
 
 
 def _update_transfers(work: Work, plan: Plan) -> tuple[int, int]:
-    """(up, down) bytes that a step's updates move: states that do not rest where their block is updated."""
+    """(up, down) bytes that a step's updates move over the bus: states that do not rest on the side where their block is updated."""
     up = down = 0
     for block, placement, count in costs.placed(work, plan):
-        home = Tier.VRAM if placement.updated_on_device else Tier.RAM
+        on_device = placement.updated_on_device
         for kind in Kind:
-            away = placement.tier(kind) is not home
+            away = (placement.tier(kind) is Tier.VRAM) != on_device
             moved = count * costs.state_bytes(block, kind, work) if away else 0
             to_update, back = (moved, 0 if kind is Kind.GRADS else moved)
-            if kind is Kind.WEIGHTS and not placement.updated_on_device:
+            if kind is Kind.WEIGHTS and not on_device:
                 to_update = 0  # the host has a copy of them
-            up, down = (up + to_update, down + back) if home is Tier.VRAM else (up + back, down + to_update)
+            up, down = (up + to_update, down + back) if on_device else (up + back, down + to_update)
     return up, down
+
+
+def _update_disk_bytes(work: Work, plan: Plan) -> tuple[int, int]:
+    """(read, written) bytes of a step's updates: every state on disk is read, and all but gradients are written back."""
+    read = {kind: costs.disk_home_bytes(work, plan, kind) for kind in Kind}
+    return sum(read.values()), sum(read.values()) - read[Kind.GRADS]
+
+
+def _disk_s(rates: Rates, read: int, written: int) -> float:
+    return read / rates.disk_read_bytes_per_s + written / rates.disk_write_bytes_per_s

@@ -39,7 +39,9 @@ QWEN_1B5 = decoder("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 151936, tied=True)
 SMALL = decoder("small", 256, 640, 6, 4, 2, 8192, tied=True)
 
 
-def machine(vram_gib: float = 0, ram_gib: float = 64, readings: GpuReadings = RTX_4090, cores: int = 8, gpus: int = 1) -> Machine:
+def machine(
+    vram_gib: float = 0, ram_gib: float = 64, readings: GpuReadings = RTX_4090, cores: int = 8, gpus: int = 1, disk_gib: float = 500
+) -> Machine:
     """A computer with nothing else running; without a GPU when `vram_gib` is 0."""
     vram, ram = int(vram_gib * GIB), int(ram_gib * GIB)
     cards = tuple(Gpu(number, "Card", f"GPU-{number}", vram, vram, gpu_rates(readings, cores)) for number in range(gpus if vram else 0))
@@ -50,8 +52,11 @@ def machine(vram_gib: float = 0, ram_gib: float = 64, readings: GpuReadings = RT
         cpu_name="Processor",
         cpu_cores=cores,
         disk_total_bytes=1000 * GIB,
-        disk_free_bytes=500 * GIB,
+        disk_free_bytes=int(disk_gib * GIB),
         cpu_rates=cpu_rates(cores),
         driver_version="580.65" if cards else None,
         torch_cuda="13.0" if cards else None,
+        offload_folder="/fast",
+        offload_total_bytes=1000 * GIB,
+        offload_free_bytes=int(disk_gib * GIB),
     )

@@ -45,6 +45,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
     raw["train"]["global_batch_tokens"] = packs * raw["data"]["sequence_length"]
     raw["memory"]["micro_batch_packs"] = draw(st.one_of(st.none(), st.integers(1, packs)))
     raw["checkpoint"]["at_end"] = True
+    raw["memory"]["offload_folder"] = raw["memory"]["offload_folder"] or "/fast"
     return RunConfig.from_dict(raw)
 
 

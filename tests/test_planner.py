@@ -22,6 +22,8 @@ def config(packs: int = 16, **changes: Any) -> RunConfig:
     """The default configuration with `packs` packs a step; `memory__x=...` changes memory.x, and so on."""
     raw = RunConfig().to_dict()
     raw["train"]["global_batch_tokens"] = packs * raw["data"]["sequence_length"]
+    if any(value == "nvme" for value in changes.values()):
+        changes["memory__offload_folder"] = "/fast"
     for key, value in changes.items():
         room, _, name = key.rpartition("__")
         (raw[room] if room else raw)[name] = value
@@ -34,7 +36,7 @@ def letters(plan: Plan) -> list[str]:
 
 
 SHAPES = st.sampled_from([QWEN_7B, QWEN_1B5, SMALL, decoder("untied", 512, 1500, 3, 8, 8, 1000, tied=False)])
-TIERS = st.sampled_from(["auto", "auto", "vram", "ram"])
+TIERS = st.sampled_from(["auto", "auto", "auto", "vram", "ram", "nvme"])
 CONFIGS = st.builds(
     config,
     packs=st.sampled_from([1, 3, 10, 16, 64]),
@@ -46,8 +48,11 @@ CONFIGS = st.builds(
     memory__moments=TIERS,
     memory__micro_batch_packs=st.sampled_from([None, None, None, 1]),
     memory__group_micro_batches=st.sampled_from([None, None, None, 1, 2]),
+    memory__offload_folder=st.sampled_from([None, "/fast"]),
 )
-MACHINES = st.builds(machine, vram_gib=st.sampled_from([0, 8, 24, 139]), ram_gib=st.sampled_from([16, 64, 128]))
+MACHINES = st.builds(
+    machine, vram_gib=st.sampled_from([0, 8, 24, 139]), ram_gib=st.sampled_from([16, 64, 128]), disk_gib=st.sampled_from([2, 40, 500])
+)
 
 
 def attempt(configuration: RunConfig, shape: ModelShape, computer: Machine) -> Plan | None:
@@ -74,16 +79,18 @@ def test_a_plan_is_whole_and_within_what_may_be_used(configuration: RunConfig, s
     predicted, limits = plan.predicted, planner.budget(configuration, computer)
     assert predicted.vram_bytes == sum(predicted.vram_parts.values()) <= limits.vram_bytes
     assert predicted.ram_bytes == sum(predicted.ram_parts.values()) <= limits.ram_bytes
+    assert predicted.disk_bytes == sum(predicted.disk_parts.values()) <= limits.disk_bytes
     assert limits.ram_bytes < computer.ram_available_bytes
+    assert limits.disk_bytes <= max(0, computer.offload_free_bytes - 4 * GIB)
     assert len(plan.placements) == len(shape.blocks)
     for kind in Kind:
         wanted = getattr(configuration.memory, kind.value)
         assert wanted == "auto" or all(placement.tier(kind) == wanted for placement in plan.placements)
     assert plan.micro_batch_packs == (configuration.memory.micro_batch_packs or plan.micro_batch_packs)
     sums = costs.ledger(Work.of(configuration, shape, plan.device), plan)
-    assert (sums.vram, sums.ram) == (predicted.vram_parts, predicted.ram_parts)
+    assert (sums.vram, sums.ram, sums.disk) == (predicted.vram_parts, predicted.ram_parts, predicted.disk_parts)
     assert predicted.step_s > 0
-    assert predicted.bottleneck in ("compute", "h2d", "d2h", "optimizer")
+    assert predicted.bottleneck in ("compute", "h2d", "d2h", "optimizer", "disk")
     assert Plan.from_json(plan.to_json()) == plan
     assert planner.plan(configuration, shape, computer) == plan
 
@@ -103,7 +110,7 @@ def test_a_smaller_limit_never_gives_a_larger_use(configuration: RunConfig, shap
 
 @settings(max_examples=50)
 @given(CONFIGS, SHAPES, MACHINES)
-def test_a_refusal_says_exactly_what_is_missing(configuration: RunConfig, shape: ModelShape, computer: Machine):
+def test_a_refusal_says_what_is_missing_and_without_a_disk_exactly(configuration: RunConfig, shape: ModelShape, computer: Machine):
     error = refusal(configuration, shape, computer)
     if error is None:
         assert planner.suggestions(configuration, shape, computer) == []
@@ -113,6 +120,8 @@ def test_a_refusal_says_exactly_what_is_missing(configuration: RunConfig, shape:
     assert error.missing_bytes
     assert min(error.missing_bytes.values()) > 0
     assert refusal(configuration, shape, with_more(computer, error.missing_bytes)) is None
+    if configuration.memory.offload_folder:
+        return  # one tier can stand in for another: less of one is enough with more of the other
     for tier, short in error.missing_bytes.items():
         assert refusal(configuration, shape, with_more(computer, {**error.missing_bytes, tier: short - 1})) is not None
 
@@ -120,7 +129,8 @@ def test_a_refusal_says_exactly_what_is_missing(configuration: RunConfig, shape:
 def with_more(computer: Machine, more: dict[str, int]) -> Machine:
     """The same computer with more memory free; the reserves follow its totals, which stay."""
     cards = tuple(replace(gpu, free_bytes=gpu.free_bytes + more.get("vram", 0)) for gpu in computer.gpus)
-    return replace(computer, gpus=cards, ram_available_bytes=computer.ram_available_bytes + more.get("ram", 0))
+    ram, disk = computer.ram_available_bytes + more.get("ram", 0), computer.offload_free_bytes + more.get("disk", 0)
+    return replace(computer, gpus=cards, ram_available_bytes=ram, offload_free_bytes=disk)
 
 
 @settings(max_examples=25)

@@ -15,7 +15,7 @@ from typing import Any
 from megatrain import fitting, planner, shapes
 from megatrain.config import DEMO, RunConfig
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
-from megatrain.hardware import Machine, read_machine
+from megatrain.hardware import Machine, read_machine, with_offload
 from megatrain.plan import Plan, Predicted
 from megatrain.precision import PRECISIONS
 from megatrain.shape import ModelShape
@@ -174,6 +174,7 @@ class Planning:
             config = form.config(raw)
         except ConfigError as error:
             return Outlook(tuple(raw), None, tuple(error.problems), machine, Answer(), None)
+        machine = with_offload(machine, self.workspace, config.memory.offload_folder)
         model, data = self.model(config) if config.model.path else Answer(), self.data(config, look=False)
         if model.value is None:
             return Outlook(tuple(raw), config, (), machine, model, data)
@@ -196,7 +197,10 @@ def fit_of(config: RunConfig, shape: ModelShape, machine: Machine) -> Fit:
         plan = planner.plan(config, shape, machine)
     except PlanError as error:
         sums = fitting.least(fitting.Problem.of(config, shape, machine))
-        need = Predicted(vram_bytes=sums.vram_bytes, ram_bytes=sums.ram_bytes, vram_parts=sums.vram, ram_parts=sums.ram)
+        need = Predicted(
+            vram_bytes=sums.vram_bytes, ram_bytes=sums.ram_bytes, disk_bytes=sums.disk_bytes,
+            vram_parts=sums.vram, ram_parts=sums.ram, disk_parts=sums.disk,
+        )  # fmt: skip
         return Fit(config.precision, None, need, error)
     except ConfigError as error:  # an option that this model or machine does not have
         return Fit(config.precision, None, None, error)

@@ -114,6 +114,8 @@ def warnings(outlook: Outlook) -> list[str]:
         return found
     keep = config.checkpoint.keep
     room = outlook.checkpoints_bytes * (keep + 1) // keep  # the newest is whole before the oldest goes
+    if outlook.fit and outlook.fit.plan and outlook.machine.offload_on_workspace_disk:
+        room += outlook.fit.plan.predicted.disk_bytes
     if room > outlook.machine.disk_free_bytes:
         found.append(text("new_run.warn_disk", size=format_bytes(room), free=format_bytes(outlook.machine.disk_free_bytes)))
     if config.model.path != DEMO and not config.model.from_scratch and config.train.learning_rate > HIGH_RATE:

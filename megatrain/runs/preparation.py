@@ -122,7 +122,8 @@ def _plan(store: RunStore, parts: Parts, config: RunConfig, shape: ModelShape, w
                                    "batch": config.train.global_batch_tokens}))  # fmt: skip
     if resume and path.exists() and store.fact("planned_for") == basis:
         return Plan.from_json(path.read_text("utf-8"))
-    plan = parts.plan(config, shape, hardware.read_machine(workspace))
+    machine = hardware.with_offload(hardware.read_machine(workspace), workspace, config.memory.offload_folder)
+    plan = parts.plan(config, shape, machine)
     _write(path, plan.to_json())
     store.set_fact("planned_for", basis)
     return plan

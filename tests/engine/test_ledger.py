@@ -2,6 +2,7 @@
 
 import itertools
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.plan import Placement, Plan, Tier
 from megatrain.precision import PRECISIONS
 from tests.families import FAMILIES
+from tests.parity import DISK_PLACEMENTS
 
-PLACEMENTS = [Placement(*tiers) for tiers in itertools.product((Tier.VRAM, Tier.RAM), repeat=4)]
+PLACEMENTS = [Placement(*tiers) for tiers in itertools.product((Tier.VRAM, Tier.RAM), repeat=4)] + DISK_PLACEMENTS
 PACKS, LENGTH = 6, 32
 SCALARS = 64  # loss and norm sums
 CUTS = [
@@ -59,7 +61,7 @@ def alignment_slack(work: Work, plan: Plan) -> int:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", ["llama_tied", "llama_untied", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("cut", CUTS, ids=range(len(CUTS)))
-def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut: dict):
+def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut: dict, tmp_path: Path):
     model = skeleton(family, precision)
     row = PRECISIONS[precision]
     shape = model_shape(model, family)
@@ -68,9 +70,10 @@ def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut:
         placements = (placement,) * (len(shape.blocks) - 1) + (Placement(),)
         plan = Plan(placements, **{"micro_batch_packs": 2, "group_micro_batches": 3, **cut})
         device = CountingDevice()
-        engine = Engine(model, plan, row, getattr(torch, work.gradient_dtype), device, PACKS, LENGTH)
+        engine = Engine(model, plan, row, getattr(torch, work.gradient_dtype), device, PACKS, LENGTH, offload_folder=tmp_path)
         try:
             on_host = engine.store.pinned.num_bytes + engine.store.plain.num_bytes
+            on_disk = engine.store.disk.num_bytes if engine.store.disk else 0
         finally:
             engine.close()
         sums = costs.ledger(work, plan)
@@ -83,5 +86,7 @@ def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut:
         slack = alignment_slack(work, plan)
         assert device.taken - SCALARS <= promised <= device.taken + slack + spare_hidden, (placement, cut)
         host = sums.ram_bytes - sums.ram["context"] - costs.update_staging_host_bytes(work, plan)
-        assert on_host <= host <= on_host + slack + costs.page_padding_host_bytes(work, plan), (placement, cut)
+        paging = costs.page_padding_host_bytes(work, plan) + plan.disk_slots * 10 * costs.PAGE_BYTES
+        assert on_host <= host <= on_host + slack + paging, (placement, cut)
+        assert on_disk <= sums.disk_bytes <= on_disk + slack + len(shape.blocks) * 6 * costs.PAGE_BYTES, (placement, cut)
 
