@@ -49,6 +49,8 @@ def plan_lines(config: RunConfig, shape: ModelShape, machine: Machine, plan: Pla
     if gpu:
         lines.append(f"  VRAM   {_use(predicted.vram_bytes, limits.vram_bytes, predicted.vram_parts)}")
     lines.append(f"  RAM    {_use(predicted.ram_bytes, limits.ram_bytes, predicted.ram_parts)}")
+    if predicted.disk_bytes:
+        lines.append(f"  NVMe   {_use(predicted.disk_bytes, limits.disk_bytes, predicted.disk_parts)}, in {config.memory.offload_folder}")
     lines += [f"  {line}" for line in _where(shape, plan)]
     one = costs.checkpoint_bytes(shape, precision)
     all_of_them = (config.checkpoint.keep + 1) * one  # the oldest goes when the newest is safe

@@ -107,7 +107,9 @@ def _verdict(outlook: Outlook) -> tuple[str, str, str]:
         parts = [text("plan.too_much", size=format_bytes(size), tier=text(f"plan.{tier}")) for tier, size in missing.items()]
         return "bad", text("plan.no_fit_by", parts=text("plan.and").join(parts)) if parts else text("plan.no_fit"), str(outlook.fit.refusal)
     assert outlook.fit.plan is not None
-    device = text("plan.on_cpu") if outlook.fit.plan.device == "cpu" else text("plan.on_gpu", device=_device_name(outlook))
+    plan = outlook.fit.plan
+    on_cpu = text("plan.on_cpu_disk" if plan.predicted.disk_bytes else "plan.on_cpu")
+    device = on_cpu if plan.device == "cpu" else text("plan.on_gpu", device=_device_name(outlook))
     return "good", text("plan.fits"), device
 
 
