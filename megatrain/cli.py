@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 found something wrong, 2 cannot be done as asked, 3 left b
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -64,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=function)
         return added
 
-    command("doctor", _doctor, "what this computer has, what is missing, and the fix")
+    doctor = command("doctor", _doctor, "what this computer has, what is missing, and the fix")
+    doctor.add_argument("--measure", action="store_true", help="first measure its speed, some seconds; plans use it from then on")
     plan = command("plan", _plan, "whether a configuration fits, where everything lives, how fast it will be")
     plan.add_argument("config", type=Path, help="YAML file, as the page saves it")
     train = command("train", _train, "train; Ctrl+C stops and saves")
@@ -90,6 +92,8 @@ def _doctor(options: argparse.Namespace) -> int:
     from megatrain import doctor
     from megatrain.hardware import read_machine
 
+    if options.measure and (failure := doctor.measure(options.workspace)):
+        print(f"The speed could not be measured: {failure}", file=sys.stderr)
     machine = read_machine(options.workspace)
     findings = doctor.examine(machine, options.workspace)
     if options.json:
@@ -191,13 +195,13 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _own_template(run_folder: Path) -> str:
-    """The chat template that the run trained with, if the tokenizer had none; for other tools, without training's marks."""
+    """The chat template that the run trained with, if it was not the tokenizer's own; for other tools, without training's marks."""
     from megatrain.data.templates import FALLBACK_TEMPLATE
     from megatrain.runs.store import load_json
 
-    if (load_json(run_folder / "data.json") or {}).get("template") != "fallback":
-        return ""
-    return FALLBACK_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    report = load_json(run_folder / "data.json") or {}
+    template = FALLBACK_TEMPLATE if report.get("template") == "fallback" else report.get("chat_template", "")
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", str(template))
 
 
 def _verify(options: argparse.Namespace) -> int:

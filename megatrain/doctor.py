@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatrain.hardware import Machine, nearest_folder, torch_version
 from megatrain.platform import is_wsl, pinned_limit_bytes
-from megatrain.units import GIB, format_bytes
+from megatrain.units import GIB, format_bytes, format_rate, three_digits
 
 OLDEST_PYTHON = (3, 11)
 TORCH_PIN = "2.13.0"  # as requirements.txt pins it
@@ -28,6 +28,7 @@ NEW_CUDA_CAPABILITY = (7, 5)  # CUDA 13 has no kernels for older cards
 SMALL_DISK_BYTES = 20 * GIB
 SMALL_RAM_BYTES = 8 * GIB
 MOSTLY_FREE = 0.9
+PROBE_TIMEOUT_S = 180.0  # it takes 15 s on an idle machine
 ASK_TORCH = """
 import torch
 print(torch.__version__, torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count(), sep="|")
@@ -172,6 +173,53 @@ def check_workspace(machine: Machine, workspace: Path) -> Finding:
     return Finding("Workspace", Level.OK, str(workspace), "writable")
 
 
+def check_link(machine: Machine, workspace: Path) -> Finding:
+    """Every card uses all lanes of its slot."""
+    wanted = "every lane that the card has"
+    if not machine.gpus:
+        return Finding("Bus", Level.OK, "not needed without a GPU", wanted)
+    found, narrow = [], False
+    for gpu in machine.gpus:
+        found.append(f"{gpu.device}: PCIe {gpu.pcie_generation or '?'} with {gpu.pcie_width_now or '?'} of {gpu.pcie_width or '?'} lanes")
+        narrow |= bool(gpu.pcie_width_now and gpu.pcie_width and gpu.pcie_width_now < gpu.pcie_width)
+    fix = "Put the card in a slot with all lanes: streaming is as fast as the bus. Some cards drop lanes while they are idle."
+    return Finding("Bus", Level.WARNING if narrow else Level.OK, "; ".join(found), wanted, fix if narrow else "")
+
+
+def check_speed(machine: Machine, workspace: Path) -> Finding:
+    """What plans are made with: measured rates, or estimates. The disk is the offload folder's."""
+    device = machine.auto_device
+    rates = machine.device_rates(device)
+    compute = ", ".join(f"{name} {_flops(rate)}" for name, rate in rates.compute_flops_per_s.items())
+    parts = [f"{device}: {compute}"]
+    if machine.gpus:
+        parts.append(f"bus {format_rate(rates.h2d_bytes_per_s)} down, {format_rate(rates.d2h_bytes_per_s)} up")
+    parts.append(f"optimizer's memory {format_rate(rates.host_bytes_per_s)}")
+    parts.append(f"disk {format_rate(rates.disk_read_bytes_per_s)} read, {format_rate(rates.disk_write_bytes_per_s)} write")
+    if rates.measured:
+        return Finding("Speed", Level.OK, "; ".join(parts) + " (measured)", "measured")
+    return Finding("Speed", Level.OK, "; ".join(parts) + " (estimated)", "measured", "python -m megatrain doctor --measure")
+
+
+def _flops(per_s: float) -> str:
+    return f"{three_digits(per_s / 1e12)} TFLOP/s" if per_s >= 1e12 else f"{three_digits(per_s / 1e9)} GFLOP/s"
+
+
+def measure(workspace: Path) -> str:
+    """Measure this machine's speed in a process of its own and keep it for plans. Returns why that failed, empty when it did not."""
+    arguments = [sys.executable, "-P", "-m", "megatrain.probe", str(workspace.expanduser().absolute())]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH"))))
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return " ".join(str(error).split())[:200]
+    if done.returncode == 0:
+        return ""
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return lines[-1][:300] if lines else f"exit code {done.returncode}"
+
+
 def check_pinned(machine: Machine, workspace: Path) -> Finding:
     """How much memory the system lets the GPU's copy engines use."""
     wanted = "no limit set"
@@ -245,4 +293,6 @@ CHECKS: tuple[Callable[[Machine, Path], Finding], ...] = (
     check_disk,
     check_workspace,
     check_pinned,
+    check_link,
+    check_speed,
 )

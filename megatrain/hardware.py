@@ -45,6 +45,7 @@ class Gpu:
     compute_capability: tuple[int, int] | None = None
     pcie_generation: int | None = None  # the link's maximum
     pcie_width: int | None = None
+    pcie_width_now: int | None = None
     processes: tuple[GpuProcess, ...] = ()
 
     @property
@@ -327,6 +328,7 @@ def _read_gpu(index: int, handle: Any, cores: int, measured: dict[str, Rates]) -
         compute_capability=readings.compute_capability,
         pcie_generation=readings.pcie_generation,
         pcie_width=readings.pcie_width,
+        pcie_width_now=_ask("DeviceGetCurrPcieLinkWidth", handle),
         processes=_gpu_processes(handle),
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain import doctor
 from megatrain.doctor import Finding, Level
-from megatrain.hardware import GpuProcess
+from megatrain.hardware import GpuProcess, read_machine
 from megatrain.units import GIB
 from tests.shapes import machine
 
@@ -23,7 +23,7 @@ def test_every_check_answers_on_this_computer(monkeypatch: pytest.MonkeyPatch, t
     with_torch(monkeypatch, ("2.13.0", None, False, 0))
     findings = doctor.examine(machine(0, 64), tmp_path)
     assert [finding.check for finding in findings] == [
-        "Python", "Packages", "PyTorch", "NVIDIA driver", "VRAM", "RAM", "Disk", "Workspace", "Pinned memory",
+        "Python", "Packages", "PyTorch", "NVIDIA driver", "VRAM", "RAM", "Disk", "Workspace", "Pinned memory", "Bus", "Speed",
     ]  # fmt: skip
     assert all(finding.level is Level.OK for finding in findings), findings
     assert all(finding.found and finding.wanted for finding in findings)
@@ -171,3 +171,46 @@ def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch):
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 0))
     assert doctor.check_python(machine(), Path()).level is Level.ERROR
+
+
+def test_a_card_on_fewer_lanes_than_it_has_is_warned_of():
+    computer = machine(24)
+    card = dataclasses.replace(computer.gpus[0], pcie_generation=4, pcie_width=16, pcie_width_now=4)
+    finding = doctor.check_link(dataclasses.replace(computer, gpus=(card,)), Path())
+    assert finding.level is Level.WARNING
+    assert "4 of 16 lanes" in finding.found
+    full = dataclasses.replace(card, pcie_width_now=16)
+    assert doctor.check_link(dataclasses.replace(computer, gpus=(full,)), Path()).level is Level.OK
+    assert doctor.check_link(computer, Path()).level is Level.OK
+    assert doctor.check_link(machine(), Path()).level is Level.OK
+
+
+def test_speed_says_whether_it_was_measured():
+    computer = machine(24)
+    finding = doctor.check_speed(computer, Path())
+    assert "TFLOP/s" in finding.found
+    assert "(estimated)" in finding.found
+    assert "--measure" in finding.fix
+    card = dataclasses.replace(computer.gpus[0], rates=dataclasses.replace(computer.gpus[0].rates, measured=True))
+    finding = doctor.check_speed(dataclasses.replace(computer, gpus=(card,)), Path())
+    assert "(measured)" in finding.found
+    assert not finding.fix
+    assert "GFLOP/s" in doctor.check_speed(machine(), Path()).found
+
+
+def test_speed_is_measured_in_a_process_of_its_own_and_kept(tmp_path: Path):
+    """The only test that measures; what it finds is not judged."""
+    before = read_machine(tmp_path).cpu_rates
+    assert not before.measured
+    assert doctor.measure(tmp_path) == ""
+    rates = read_machine(tmp_path).cpu_rates
+    assert rates.measured
+    assert set(rates.compute_flops_per_s) == set(before.compute_flops_per_s)
+    values = [value for value in dataclasses.asdict(rates).values() if isinstance(value, float)]
+    assert all(0 < value < 1e15 for value in [*values, *rates.compute_flops_per_s.values()])
+    assert list((tmp_path / "offload").iterdir()) == []
+
+
+def test_a_measurement_that_fails_says_why(tmp_path: Path):
+    (tmp_path / "offload").write_text("a file where the folder should be")
+    assert "offload" in doctor.measure(tmp_path)
