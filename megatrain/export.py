@@ -64,7 +64,7 @@ def export(
     """Write `checkpoint` to the new folder `target`; `model_folder` is what the training started from.
 
     `dtype` (a key of DTYPES): bf16 gives the weights that training computed with, fp32 the exact masters. `facts` are lines
-    for the model card (label -> text). `chat_template` is written when the model folder brings none. Phases reported: export
+    for the model card (label -> text). `chat_template` is written in place of the model folder's own. Phases reported: export
     (bytes), verify. CheckpointError or ModelError when an input is damaged or the result does not read back; DiskFullError.
     A model that does not end its answer is told, not an error.
     """
@@ -168,7 +168,7 @@ def _complete(folder: Path, model_folder: Path, card: str, chat_template: str) -
                 place = folder / path.relative_to(model_folder)
                 place.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, place)
-    if chat_template and not any(folder.glob("*chat_template*")):
+    if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, "utf-8")
     (folder / "README.md").write_text(card, "utf-8")
 

@@ -155,10 +155,10 @@ def test_companions_come_along_and_an_answer_is_tried(with_tokenizer: tuple[Path
     assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
 
 
-def test_the_template_of_the_training_comes_along_only_when_the_model_has_none(with_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_template_of_the_training_takes_the_place_of_the_models_own(with_tokenizer: tuple[Path, Path], tmp_path: Path) -> None:
     saved, source = with_tokenizer
     export(saved, source, tmp_path / "own", try_it=False, chat_template="{{ 'ours' }}")
-    assert "ours" not in (tmp_path / "own" / "chat_template.jinja").read_text("utf-8")
+    assert "ours" in (tmp_path / "own" / "chat_template.jinja").read_text("utf-8")
     (source / "chat_template.jinja").unlink()
     export(saved, source, tmp_path / "ours", try_it=False, chat_template="{{ 'ours' }}")
     messages = [{"role": "user", "content": "Hi"}]

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatrain.config import DEMO, DataConfig
 from megatrain.data.files import Row
 from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text, detect, read_row
+from megatrain.data.recipes import parts
 from megatrain.data.sources import FileSource, open_source
 from megatrain.errors import DataError
 
@@ -35,7 +36,8 @@ def is_local(config: DataConfig) -> bool:
 
 
 def glance(config: DataConfig) -> Glance:
-    """Read the beginning of the data. DataError when it cannot be found, read or understood."""
+    """Read the beginning of the data, of a mixture that of its first source. DataError when it cannot be found, read or understood."""
+    config = parts(config)[0].config
     limit = min(config.max_rows or ROWS_READ, ROWS_READ)
     source = open_source(config if is_local(config) else replace(config, max_rows=limit))
     first = list(islice(source.rows(), limit))

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatrain import fitting, planner, shapes
 from megatrain.config import DEMO, RunConfig
+from megatrain.data.recipes import located
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.hardware import Machine, read_machine, with_offload
 from megatrain.plan import Plan, Predicted
@@ -149,9 +150,10 @@ class Planning:
     def data(self, config: RunConfig, look: bool) -> Answer[Glance] | None:
         """A glance at the data. Without `look` only at what lies on this machine; None when nobody has looked yet."""
         question = ("data", config.data)
-        if not config.data.path or not (look or is_local(config.data) or BACKGROUND.knows(question)):
+        data = located(config.data, self.workspace)
+        if not config.data.path or not (look or is_local(data) or BACKGROUND.knows(question)):
             return None
-        return BACKGROUND.ask(question, lambda: glance(config.data))
+        return BACKGROUND.ask(question, lambda: glance(data))
 
     def rows(self, raw: Sequence[Any]) -> Answer[Glance] | None:
         """The same because somebody asked to see rows."""

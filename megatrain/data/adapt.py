@@ -12,6 +12,7 @@ from megatrain.data.formats import Conversation
 
 TOOLS_AS_TEXT = "tool calls and results were written as text, as the chat template has no place for them"
 SYSTEM_IN_USER = "the system prompt was put before the first question, as the chat template has no system role"
+CONTROL_TOKENS_ESCAPED = "control tokens in their words are encoded as ordinary characters"
 TOOLS_UNSEEN = "the descriptions of tools are not trained on, as the chat template does not write them"
 REASONING_UNSEEN = "the reasoning is not trained on, as the chat template does not write it"
 

@@ -5,41 +5,26 @@ turns, without which a model never stops. Nothing of a prompt, and nothing that 
 
 Where the answers lie is found in this order: the template's own `{% generation %}` marks; else by comparing ids, as
 the ids of everything before an answer, with the header of an answer, must begin the ids of the whole; else by character
-positions. No id is ever taken for a role: a tokenizer whose padding is its end token makes no difference.
+positions. As no token reaches across a control token, it is enough to compare the ids from the last one on, and that
+the next token begins where the answer does. No id is ever taken for a role: a tokenizer whose padding is its end token
+makes no difference.
+
+Control tokens are written by the template alone. Where the words of a row hold one they are encoded as characters.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.adapt import REASONING_UNSEEN, TOOLS_UNSEEN, shapes
+from megatrain.data.adapt import CONTROL_TOKENS_ESCAPED, REASONING_UNSEEN, TOOLS_UNSEEN, shapes
 from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text
+from megatrain.data.render import PLAIN_KEYS, ChatTemplate
 from megatrain.data.spans import Span, char_spans, finish_span, has_every_turn
+from megatrain.data.tokens import BREAK, ZERO_WIDTH, Escape, Tokens, Vocabulary
 from megatrain.errors import DataError
-
-# Used for conversations when a tokenizer has no template. Each answer ends with the tokenizer's end token.
-FALLBACK_TEMPLATE = (
-    "{{ bos_token if bos_token is defined and bos_token else '' }}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
-    "{%- elif message.role == 'assistant' %}{{ '### Assistant:\\n' }}"
-    "{% generation %}{{ message.content + (eos_token if eos_token is defined and eos_token else '') }}{% endgeneration %}{{ '\\n\\n' }}"
-    "{%- else %}{{ '### User:\\n' + message.content + '\\n\\n' }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '### Assistant:\\n' }}{%- endif %}"
-)
-# Some templates print today's date by calling strftime_now; what a step holds must not depend on the day.
-_DATE_PARTS = {"%Y": "2025", "%y": "25", "%m": "01", "%B": "January", "%b": "Jan", "%d": "01", "%A": "Wednesday", "%a": "Wed",
-               "%H": "12", "%M": "00", "%S": "00"}  # fmt: skip
-_FIXED_DATE = (
-    "{%- macro strftime_now(format) -%}{{ format"
-    + "".join(f".replace('{mark}', '{value}')" for mark, value in _DATE_PARTS.items())
-    + " }}{%- endmacro -%}"
-)
 
 
 @dataclass(frozen=True)
@@ -66,17 +51,23 @@ def load_tokenizer(folder: Path) -> Any:
 class Encoder:
     """Encodes examples with one tokenizer. `notes` counts what had to be changed so that the template takes a row."""
 
-    def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
+    def __init__(self, tokenizer: Any, train_on: str = "assistant", chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
         self.train_on = train_on
         self.notes: Counter[str] = Counter()
-        self.used_template = "none"  # tokenizer | fallback, once a conversation was encoded
-        self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
+        self.used_template = "none"  # tokenizer | fallback | chosen, once a conversation was encoded
+        self.template = ChatTemplate(tokenizer, chat_template)
         self.end_id: int | None = tokenizer.eos_token_id
         self.start_ids = _start_ids(tokenizer)
         self.end_ids, self.added_ids = _control_ids(tokenizer)
-        self._header = self._trailer = ""
+        self._atoms = set(tokenizer.added_tokens_decoder)
+        self._special_ids = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special and token.content.strip()}
+        self._structure: list[str] = []  # the control tokens that the template writes
+        self._escape = Escape((), BREAK)
+        self._around = ("", "", "")  # header, filling and end of an answer, where they are always the same
         self._learn_turns()
+        self._learn_control_tokens()
 
     @property
     def pad_id(self) -> int:
@@ -89,9 +80,11 @@ class Encoder:
 
         All their texts go to the tokenizer in one call, which spreads them over the processor's cores.
         """
-        works = [self._work(example) for example in examples]
-        ids = iter(self._ids_of([text for work in works if isinstance(work, _Work) for text in work.texts]))
-        return [work.result(list(itertools.islice(ids, len(work.texts)))) if isinstance(work, _Work) else work for work in works]
+        examples = list(examples)
+        works = [self._work(self._escaped(example)) for example in examples]
+        with_offsets = not all(isinstance(example, Text) for example in examples)
+        tokens = iter(self.vocabulary.tokens_of((work.text for work in works if isinstance(work, _Work)), with_offsets))
+        return [work.result(next(tokens)) if isinstance(work, _Work) else work for work in works]
 
     def encode(self, example: Example) -> Encoded:
         """Ids and mask of one example. BadRow when the template refuses it or no answer can be found in it."""
@@ -100,11 +93,26 @@ class Encoder:
             raise result
         return result
 
+    def _escaped(self, example: Example) -> Example:
+        """The example with the control tokens in its words broken, so that none is encoded as one."""
+        found: Example
+        if isinstance(example, Text):
+            text = self._escape.text(example.text)
+            found = example if text == example.text else replace(example, text=text)
+        elif isinstance(example, Pair):
+            found = Pair(self._escape.text(example.prompt), self._escape.text(example.completion, is_answer=True))
+        else:
+            messages = [self._escape.value(message, message["role"] == "assistant") for message in example.messages]
+            found = Conversation(messages, example.trained, self._escape.value(example.tools))
+        if found != example:
+            self.notes[CONTROL_TOKENS_ESCAPED] += 1
+        return found
+
     def _work(self, example: Example) -> "_Work | BadRow":
         if isinstance(example, Text):
-            return _Work([example.text], partial(self._text, example))
-        if isinstance(example, Pair) and self.template is FALLBACK_TEMPLATE:
-            return _Work([example.prompt + example.completion, example.prompt], partial(self._pair, example))
+            return _Work(example.text, partial(self._text, example))
+        if isinstance(example, Pair) and self.template.kind == "fallback":
+            return _Work(example.prompt + example.completion, partial(self._pair, example))
         if isinstance(example, Pair):
             messages = [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
             example = Conversation(messages, [False, True])
@@ -113,70 +121,140 @@ class Encoder:
         except BadRow as reason:
             return reason
 
+    def template_notes(self) -> list[str]:
+        """What is odd about a chosen template."""
+        if self.used_template != "chosen" or self._structure:
+            return []
+        return ["The chosen chat template writes no control token that the tokenizer knows; its marks are encoded as plain text."]
+
     def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids that a model is to continue with its answer; the beginning of what training on that answer sees."""
-        _, rendered = self._render(Conversation(messages, [False] * len(messages)), add_generation_prompt=True)
-        return self._ids_of([rendered])[0]
+        prompt = self._escaped(Conversation(messages, [False] * len(messages)))
+        assert isinstance(prompt, Conversation)
+        _, rendered = self._render(prompt, add_generation_prompt=True)
+        return self._ids_of(rendered)
 
-    def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+    def _ids_of(self, text: str) -> list[int]:
+        return self.vocabulary.tokens_of([text])[0].ids
 
-    def _offsets_of(self, text: str) -> list[tuple[int, int]]:
-        if not self.tokenizer.is_fast:
-            raise BadRow("the chat template and the tokenizer do not agree on where an answer begins")
-        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-
-    def _text(self, example: Text, ids: list[int]) -> Encoded:
-        ids = (self.start_ids if example.begins else []) + ids
+    def _text(self, example: Text, tokens: Tokens) -> Encoded:
+        ids = self.start_ids + tokens.ids if example.begins else tokens.ids
         if example.ends and self.end_id is not None and ids[-1:] != [self.end_id]:
             ids = [*ids, self.end_id]
         return Encoded(ids, [True] * len(ids), is_text=True)
 
-    def _pair(self, pair: Pair, ids: list[int], before: list[int]) -> Encoded:
-        """Prompt and completion as one text, for a tokenizer without a chat template; `before` are the prompt's ids."""
+    def _pair(self, pair: Pair, tokens: Tokens) -> Encoded:
+        """Prompt and completion as one text, for a tokenizer without a chat template."""
+        ids, before = tokens.ids, self._ids_of(pair.prompt)
         if ids[: len(before)] == before:
             first = len(before)
         else:
-            ends = [stop for _, stop in self._offsets_of(pair.prompt + pair.completion)]
-            first = next((index for index, stop in enumerate(ends) if stop > len(pair.prompt)), len(ids))
+            span = self._overlapping(tokens, len(pair.prompt), len(pair.prompt) + len(pair.completion))
+            first = span[0] if span else len(ids)
         mask = [False] * first + [True] * (len(ids) - first)
         if self.end_id is not None and ids[-1:] != [self.end_id]:
             ids, mask = [*ids, self.end_id], [*mask, True]
         return self._finished(self.start_ids + ids, [False] * len(self.start_ids) + mask)
 
+    def _overlapping(self, tokens: Tokens, start: int, stop: int) -> Span | None:
+        if not self.vocabulary.has_offsets:
+            raise BadRow("the chat template and the tokenizer do not agree on where an answer begins")
+        return tokens.overlapping(start, stop)
+
     def _finished(self, ids: list[int], mask: list[bool]) -> Encoded:
         return Encoded(ids, [True] * len(ids) if self.train_on == "everything" else mask)
 
     def _conversation(self, conversation: Conversation) -> "_Work":
-        self.used_template = "fallback" if self.template else "tokenizer"
+        self.used_template = self.template.kind
         conversation, text = self._render(conversation)
         if self.train_on == "everything":
-            return _Work([text], lambda ids: self._masked(conversation, ids, [(0, len(ids))]))
-        if self._has_marks(conversation):
-            output = self._apply(conversation, conversation.messages, tokenize=True, return_assistant_tokens_mask=True)
-            ids, marked = list(output["input_ids"]), _runs(output["assistant_masks"])
-            if marked:
-                spans = [self._finish(span, ids) for span in marked]
-                return _Work([], lambda: self._masked(conversation, ids, spans))
-        parts = self._parts(conversation, text)
-        return _Work([text, *(part or "" for part in parts)], partial(self._compared, conversation, text, parts))
+            return _Work(text, lambda tokens: self._masked(conversation, tokens.ids, [(0, len(tokens.ids))]))
+        marked = self._marked_spans(conversation, text) if self._has_marks(conversation) else []
+        if marked:
+            return _Work(text, partial(self._from_marks, conversation, marked))
+        answers = self._answers(conversation, text)
+        parts = None if answers else self._parts(conversation, text)
+        return _Work(text, partial(self._compared, conversation, text, answers, parts))
+
+    def _marked_spans(self, conversation: Conversation, text: str) -> list[Span]:
+        """Character positions of what the template marks as generated."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered, spans = render_jinja_template(
+            [conversation.messages], tools=conversation.tools or None, chat_template=self.template.template_for(conversation),
+            return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map)  # fmt: skip
+        return [(start, stop) for start, stop in spans[0] if stop > start] if rendered[0].startswith(text) else []
+
+    def _from_marks(self, conversation: Conversation, marked: list[Span], tokens: Tokens) -> Encoded:
+        found = [tokens.overlapping(start, stop) for start, stop in marked]
+        return self._masked(conversation, tokens.ids, [self._finish(span, tokens.ids) for span in found if span])
+
+    def _answers(self, conversation: Conversation, text: str) -> list[Span]:
+        """Characters of the trained answers, where each stands as it is between the template's usual header and end; else [].
+
+        A header begins with a control token, and no row can hold one: so there is none but before the answers.
+        """
+        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        header, fill, end = self._around
+        if not header or text.count(header) != len(turns):
+            return []
+        found: list[Span] = []
+        at = 0
+        for turn in turns:
+            message = conversation.messages[turn]
+            start = text.find(header, at) + len(header)
+            begin = start + len(fill) if fill and text.startswith(fill, start) else start
+            words = message["content"] if text.startswith(message["content"], begin) else message["content"].strip()
+            at = begin + len(words) + len(end)
+            if not message.keys() <= PLAIN_KEYS or not words or not text.startswith(words + end, begin):
+                return []
+            if conversation.trained[turn]:
+                found.append((start, at))
+        return found
 
     def _parts(self, conversation: Conversation, text: str) -> list[str | None]:
         """For each trained turn the text up to its answer, header included, and the text up to its end."""
         parts: list[str | None] = []
         for index in (index for index, is_trained in enumerate(conversation.trained) if is_trained):
-            ended = text if index + 1 == len(conversation.messages) else self._part(conversation, index + 1, False)
-            parts += [self._part(conversation, index, True), ended]
+            ended = text if index + 1 == len(conversation.messages) else self.template.part(conversation, index + 1, False)
+            parts += [self.template.part(conversation, index, True), ended]
         return parts
 
-    def _compared(self, conversation: Conversation, text: str, parts: list[str | None], ids: list[int], *encoded: list[int]) -> Encoded:
-        """Spans from the lengths of the parts' ids if each part's ids begin the whole's, else from characters."""
-        if None in parts or any(ids[: len(part)] != part for part in encoded):
-            spans = self._spans_by_characters(conversation, text)
+    def _compared(self, conversation: Conversation, text: str, answers: list[Span], parts: list[str | None] | None,
+                  tokens: Tokens) -> Encoded:  # fmt: skip
+        """Spans between borders if the ids of the text before each begin the whole's ids, else from characters."""
+        borders = [self._quick_border(text, position, tokens) for span in answers for position in span]
+        if not borders or None in borders:
+            borders = [self._border(text, part, tokens) for part in (self._parts(conversation, text) if parts is None else parts)]
+        if None in borders:
+            spans = self._spans_by_characters(conversation, text, tokens)
         else:
-            lengths = [len(part) for part in encoded]
-            spans = list(zip(lengths[::2], lengths[1::2], strict=True))
-        return self._masked(conversation, ids, [self._finish(span, ids) for span in spans])
+            spans = list(zip(borders[::2], borders[1::2], strict=True))  # type: ignore[arg-type]
+        return self._masked(conversation, tokens.ids, [self._finish(span, tokens.ids) for span in spans])
+
+    def _quick_border(self, text: str, position: int, tokens: Tokens) -> int | None:
+        """The index of the token that begins at a character, if the ids from the last control token up to there are as they are alone."""
+        if position == len(text):
+            return len(tokens.ids)
+        start = max((text.rfind(token, max(position - 200, 0), position) for token in self._structure), default=-1)
+        index = tokens.boundary(position) if start >= 0 else None
+        tail = text[start:position]
+        if index is None or BREAK in tail:
+            return None
+        known = self.vocabulary.known(tail)
+        return index if tokens.ids[max(index - len(known), 0) : index] == known else None
+
+    def _border(self, text: str, part: str | None, tokens: Tokens) -> int | None:
+        """How many ids of the whole a part of it has; None where its own ids do not begin the whole's."""
+        if part is None:
+            return None
+        if len(part) == len(text):
+            return len(tokens.ids) if part == text else None
+        index = self._quick_border(text, len(part), tokens) if text.startswith(part) else None
+        if index is not None:
+            return index
+        ids = self._ids_of(part)
+        return len(ids) if tokens.ids[: len(ids)] == ids else None
 
     def _masked(self, conversation: Conversation, ids: list[int], spans: list[Span]) -> Encoded:
         mask = [False] * len(ids)
@@ -199,27 +277,43 @@ class Encoder:
         """Learns from an example how the template begins and ends an answer, where it does not say so itself.
 
         The token at the end is not marked as special in every model. Of the templates that know no generation prompt,
-        some write the header of an answer only together with the answer (`_header`), and some write one at the end of
-        every conversation, answered or not (`_trailer`, which is taken off).
+        some write the header of an answer only together with the answer (`header`), and some write one at the end of
+        every conversation, answered or not (`trailer`, which is taken off).
         """
         example = Conversation([{"role": "user", "content": "qqq"}, {"role": "assistant", "content": "zzz"}], [False, True])
-        self._trailer = self._written_always(self._part(example, 2, False) or "")
-        whole, plain, header = self._part(example, 2, False), self._part(example, 1, False), self._part(example, 1, True)
+        added = [str(token) for token in self.tokenizer.convert_ids_to_tokens(sorted(self.added_ids))]
+        self.template.learn_trailer(self.template.part(example, 2, False) or "", added)
+        whole, plain = (self.template.part(example, count, False) for count in (2, 1))
+        header = self.template.part(example, 1, True)
         if whole is None or plain is None:
             return
-        ids = [index for index in self._ids_of([whole])[0] if not self._is_blank(index)]
+        written = self._ids_of(whole)
+        ids = [index for index in written if not self._is_blank(index)]
         self.end_ids |= set(ids[-1:]) & self.added_ids
+        self._structure = [str(self.tokenizer.convert_ids_to_tokens(index)) for index in set(written) & self._atoms]
+        self._around = self._frame(whole, plain, header)
         if header == plain and whole.startswith(plain):
             between = whole[len(plain) : whole.find("zzz", len(plain))]
-            self._header = between if between.strip() else ""
+            self.template.header = between if between.strip() else ""
 
-    def _written_always(self, whole: str) -> str:
-        """What stands behind the end token of the answer `zzz`, if it is the header that stands before it, too."""
-        before, _, behind = whole.rpartition("zzz")
-        found = [(behind.find(token), len(token)) for token in map(self.tokenizer.convert_ids_to_tokens, self.added_ids) if token in behind]
-        start, length = min(found, default=(0, 0))
-        rest = behind[start + length :].lstrip()
-        return rest if rest and before.endswith(rest) else ""
+    def _frame(self, whole: str, plain: str, header: str | None) -> tuple[str, str, str]:
+        """What stands before an answer, what may be filled in behind that, and the control token at the end.
+
+        All empty unless header and end are control tokens: only then can no row hold them.
+        """
+        start = whole.find("zzz")
+        if header is None or not header.startswith(plain) or not whole.startswith(header) or start < len(header):
+            return "", "", ""
+        before, fill, behind = header[len(plain) :], whole[len(header) : start], whole[start + 3 :]
+        end = next((token for token in self._structure if behind.startswith(token)), "")
+        return (before, fill, end) if end and any(before.startswith(token) for token in self._structure) else ("", "", "")
+
+    def _learn_control_tokens(self) -> None:
+        """What may not come from a row: every special token, what ends a turn, and what the template writes around a question."""
+        question = self.template.part(Conversation([{"role": "user", "content": "qqq"}], [False]), 1, False) or ""
+        control = (set(self._ids_of(question)) | self.end_ids) & self._atoms | self._special_ids
+        texts = map(str, self.tokenizer.convert_ids_to_tokens(sorted(control)))
+        self._escape = Escape(texts, BREAK if self.vocabulary.can_join else ZERO_WIDTH)
 
     def _finish(self, span: Span, ids: list[int]) -> Span:
         return finish_span(span, ids, self.end_ids, self.added_ids, self._is_blank)
@@ -232,7 +326,7 @@ class Encoder:
         refusal: BadRow | None = None
         for note, shape in shapes(conversation):
             try:
-                text = self._text_of(shape, shape.messages, add_generation_prompt)
+                text = self.template.text_of(shape, shape.messages, add_generation_prompt)
             except BadRow as reason:
                 refusal = refusal or reason
                 continue
@@ -248,74 +342,33 @@ class Encoder:
         if reasoning and not any(words in text for words in reasoning):
             yield REASONING_UNSEEN
         without = Conversation(conversation.messages, conversation.trained)
-        if conversation.tools and self._text_of(without, without.messages, False) == text:
+        if conversation.tools and self.template.text_of(without, without.messages, False) == text:
             yield TOOLS_UNSEEN
-
-    def _part(self, conversation: Conversation, count: int, add_generation_prompt: bool) -> str | None:
-        """The text of the first messages; None where the template refuses a conversation that stops there."""
-        try:
-            return self._text_of(conversation, conversation.messages[:count], add_generation_prompt) if count else None
-        except BadRow:
-            return None
-
-    def _text_of(self, conversation: Conversation, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The text of some messages, with the header of an answer behind them only if it is asked for."""
-        text: str = self._apply(conversation, messages, add_generation_prompt=add_generation_prompt)
-        return text + self._header if add_generation_prompt else text.removesuffix(self._trailer)
-
-    def _apply(self, conversation: Conversation, messages: list[dict[str, Any]], tokenize: bool = False, **kwargs: Any) -> Any:
-        """The template's output for some of the messages: a string, or with `tokenize` a dict with `input_ids`."""
-        import jinja2
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=conversation.tools or None, chat_template=self._template_for(conversation), tokenize=tokenize,
-                return_dict=tokenize, **kwargs)  # fmt: skip
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # A template is a program that comes with the model, and any of these is its way to refuse a row.
-            text = " ".join(str(error).split())[:160]
-            raise BadRow(f"the chat template refuses the conversation: {text}") from error
-
-    def _template_for(self, conversation: Conversation) -> str:
-        template: str = self.template or self.tokenizer.get_chat_template(None, conversation.tools or None)
-        return _FIXED_DATE + template if "strftime_now" in template else template
 
     def _has_marks(self, conversation: Conversation) -> bool:
         num_answers = sum(message["role"] == "assistant" for message in conversation.messages)
         if not self.tokenizer.is_fast or sum(conversation.trained) < num_answers:
             return False
-        return "endgeneration" in self._template_for(conversation)
+        return "endgeneration" in self.template.template_for(conversation)
 
-    def _spans_by_characters(self, conversation: Conversation, text: str) -> list[Span]:
+    def _spans_by_characters(self, conversation: Conversation, text: str, tokens: Tokens) -> list[Span]:
         ends = [self.tokenizer.convert_ids_to_tokens(index) for index in self.end_ids]
-        offsets = self._offsets_of(text)
-        spans = []
-        for start, stop in char_spans(conversation, text, lambda count, header: self._part(conversation, count, header), ends):
-            inside = [index for index, (first, last) in enumerate(offsets) if last > start and first < stop]
-            if inside:
-                spans.append((inside[0], inside[-1] + 1))
-        return spans
+        spans = char_spans(conversation, text, lambda count, header: self.template.part(conversation, count, header), ends)
+        return [span for start, stop in spans if (span := self._overlapping(tokens, start, stop))]
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Texts to be encoded, and what makes an example of their ids."""
+    """A text to be encoded, and what makes an example of its tokens."""
 
-    texts: list[str]
-    finish: Callable[..., Encoded]
+    text: str
+    finish: Callable[[Tokens], Encoded]
 
-    def result(self, ids: list[list[int]]) -> Encoded | BadRow:
+    def result(self, tokens: Tokens) -> Encoded | BadRow:
         try:
-            return self.finish(*ids)
+            return self.finish(tokens)
         except BadRow as reason:
             return reason
-
-
-def _runs(marks: list[int]) -> list[Span]:
-    """(first, behind the last) of each run of ones."""
-    padded = [0, *marks, 0]
-    borders = [index for index in range(len(marks) + 1) if bool(padded[index]) != bool(padded[index + 1])]
-    return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def _control_ids(tokenizer: Any) -> tuple[set[int], set[int]]:

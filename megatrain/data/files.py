@@ -81,7 +81,7 @@ class DataFile:
         else:
             found = self._raw = self.path.open("rb")
         is_gzip = (self.member or self.path.name).lower().endswith(".gz")
-        return _Gzip(fileobj=found) if is_gzip else found
+        return _Gzip(fileobj=found) if is_gzip else found  # type: ignore[return-value]
 
     def open_text(self, newline: str | None = None) -> io.TextIOWrapper:
         return io.TextIOWrapper(self.open(), self.encoding(), newline=newline)

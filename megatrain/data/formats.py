@@ -37,6 +37,7 @@ PAIR_COLUMNS = (("prompt", "completion"), ("prompt", "response"), ("question", "
                 ("query", "response"), ("problem", "solution"), ("input", "output"))  # fmt: skip
 TEXT_COLUMNS = ("text", "content", "document", "code")
 CALL_ROLES = ("function_call", "tool_call")  # the words of such a turn are a call written as JSON
+PREFERENCE_NOTE = "The rows are preference pairs: the chosen answers are trained, the rejected ones are not used."
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 

@@ -1,40 +1,38 @@
 """RunConfig + tokenizer -> Loader and DataReport. Rows are tokenised once and found again by the content they came from.
 
-Rows are read, checked, encoded and written in small batches, so memory does not grow with the data.
+Each source of a mixture has tokens of its own, so another mixture of the same sources is tokenised already. Data that is
+larger than STREAMED_BYTES and is trained for a given number of steps is tokenised beside the training, which begins with
+the first shard.
 """
 
 import hashlib
-import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatrain.config import DataConfig, RunConfig
-from megatrain.data.cache import CacheWriter, TokenCache, open_cache
-from megatrain.data.chat import Encoded, Encoder, load_tokenizer
-from megatrain.data.files import Row
-from megatrain.data.formats import BadRow, Example, detect, read_row
+from megatrain.data import overlap
+from megatrain.data.background import GrowingShards, Tokeniser
+from megatrain.data.cache import open_shards
 from megatrain.data.hub import HubSource
 from megatrain.data.loader import Loader
-from megatrain.data.packing import cut_conversation, split_text
-from megatrain.data.report import DataReport, Tally
-from megatrain.data.sources import Source, open_source
+from megatrain.data.recipes import parts
+from megatrain.data.report import DUPLICATE, DataReport
+from megatrain.data.sources import FileSource, Source, open_source
+from megatrain.data.tokenise import Build, PreparationCancelled
 from megatrain.engine.events import Phase
 from megatrain.errors import DataError
 
-ENCODING = 1  # raised when the same row would give other tokens than before
-_BATCH_ROWS, _BATCH_CHARACTERS = 64, 1 << 20
-_SNIFFED_ROWS = 20
-_REPORT_S = 0.5
+__all__ = ["PreparationCancelled", "Prepared", "prepare"]
+
+ENCODING = 2  # raised when the same row would give other tokens than before
+STREAMED_BYTES = 1 << 28  # about one shard of tokens
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt",
                     "*.tiktoken", "*.model", "additional_chat_templates/*", "config.json")  # fmt: skip
 
-
-class PreparationCancelled(DataError):
-    """The caller asked to stop. Nothing of the unfinished work is left on disk."""
+Progress = Callable[[Phase], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def prepare(
     config: RunConfig,
     tokenizer_folder: Path,
     cache_folder: Path,
-    progress: Callable[[Phase], None] = lambda phase: None,
+    progress: Progress = lambda phase: None,
     cancelled: Callable[[], bool] = lambda: False,
     cache_key: str = "",
 ) -> Prepared:
@@ -58,137 +56,112 @@ def prepare(
     `cache_key`, from the report of a run that is resumed, names the tokens of that run: while they are in the cache
     they are used as they are, and the source is not asked, which may have changed since or be out of reach.
     """
-    cache = open_cache(cache_folder / cache_key) if cache_key else None
-    if cache is None:
-        source = open_source(config.data)
-        if isinstance(source, HubSource):
-            progress(Phase("download"))
-        cache_key = _cache_key(config.data, source, tokenizer_folder)
-        cache = open_cache(cache_folder / cache_key)
-        if cache is None:
-            _tokenise(config.data, source, tokenizer_folder, cache_folder / cache_key, progress, cancelled)
-            cache = open_cache(cache_folder / cache_key)
-        if cache is None:
-            raise DataError(f"The tokens in {cache_folder} were damaged while they were written.", "Check the disk, then start again.")
-    progress(Phase("tokenise", cache.details["rows_read"], cache.details["rows_read"], "rows"))
-    return _prepared(config, cache, cache_key)
+    known = [open_shards(cache_folder / key) for key in cache_key.split()] if cache_key else []
+    chosen = parts(config.data)
+    if not all(shards.complete for shards in known) or len(known) != len(chosen):
+        may_stream = len(chosen) == 1 and config.train.num_steps is not None
+        growing = [_tokens(part.config, tokenizer_folder, cache_folder, progress, cancelled, may_stream) for part in chosen]
+    else:
+        growing = [GrowingShards(shards) for shards in known]
+    details = [shards.wait_for(1).details for shards in growing]
+    read = sum(found["rows_read"] for found in details)
+    progress(Phase("tokenise", read, read, "rows"))
+    loader = Loader([(shards, part.weight) for shards, part in zip(growing, chosen, strict=True)], config, details[0]["pad_id"])
+    return Prepared(loader, _report(loader, growing))
 
 
-def _prepared(config: RunConfig, cache: TokenCache, cache_key: str) -> Prepared:
-    details = dict(cache.details)
-    loader = Loader(cache, config, details.pop("pad_id"))
-    report = replace(DataReport.from_dict(details), eval_rows=loader.eval_rows, num_packs=loader.num_packs,
-                     packing_efficiency=loader.packing_efficiency, cache_key=cache_key)  # fmt: skip
-    return Prepared(loader, report)
+def _tokens(config: DataConfig, tokenizer_folder: Path, cache_folder: Path, progress: Progress, cancelled: Callable[[], bool],
+            may_stream: bool) -> GrowingShards:  # fmt: skip
+    """The tokens of one source, from the cache, or made now."""
+    source = open_source(config)
+    if isinstance(source, HubSource):
+        progress(Phase("download"))
+    folder = cache_folder / _cache_key(config, source, tokenizer_folder)
+    known = open_shards(folder)
+    if known.complete:
+        return GrowingShards(known)
+    if may_stream and isinstance(source, FileSource) and source.num_bytes > STREAMED_BYTES:
+        return _streamed(GrowingShards(known, Tokeniser(config, tokenizer_folder, folder)), progress, cancelled)
+    Build(config, source, tokenizer_folder, folder, progress, cancelled).run()
+    known = open_shards(folder)
+    if not known.complete:
+        raise DataError(f"The tokens in {cache_folder} were damaged while they were written.", "Check the disk, then start again.")
+    return GrowingShards(known)
+
+
+def _streamed(growing: GrowingShards, progress: Progress, cancelled: Callable[[], bool]) -> GrowingShards:
+    """The same, once the first shard is there."""
+    tokeniser = growing.tokeniser
+    assert tokeniser is not None
+    while not growing.poll(1):
+        if cancelled():
+            tokeniser.stop()
+            raise PreparationCancelled("The preparation of the data was stopped.")
+        progress(Phase("tokenise", tokeniser.done, tokeniser.total, "rows"))
+    return growing
 
 
 def _cache_key(config: DataConfig, source: Source, tokenizer_folder: Path) -> str:
     """Names the tokens by everything that decides them: rows, how they are read, the tokenizer and its template."""
     files = sorted({path for pattern in _TOKENIZER_FILES for path in tokenizer_folder.glob(pattern) if path.is_file()})
     tokenizer = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
-    settings = [config.format, config.text_column, config.train_on, config.sequence_length, config.max_rows, config.bad_lines]
+    settings = [config.format, config.text_column, config.train_on, config.sequence_length, config.max_rows, config.bad_lines,
+                config.long_rows, _template_text(config.chat_template)]  # fmt: skip
     return hashlib.sha256(json.dumps([ENCODING, source.version(), settings, tokenizer]).encode()).hexdigest()[:32]
 
 
-def _tokenise(config: DataConfig, source: Source, tokenizer_folder: Path, folder: Path, progress: Callable[[Phase], None],
-              cancelled: Callable[[], bool]) -> None:  # fmt: skip
-    total = min(source.total or config.max_rows or 0, config.max_rows or source.total)
-    progress(Phase("tokenise", 0, total, "rows"))
-    encoder = Encoder(load_tokenizer(tokenizer_folder), config.train_on)
-    format, rows = _chosen_format(config, source, enumerate(itertools.islice(source.rows(), config.max_rows), 1))
-    tally, reported = Tally(), time.monotonic()
-    with CacheWriter(folder) as writer:
-        for batch in _batches(rows):
-            if cancelled():
-                raise PreparationCancelled("The preparation of the data was stopped.")
-            _encode_batch(batch, config, format, encoder, tally, writer)
-            if time.monotonic() - reported > _REPORT_S:
-                reported = time.monotonic()
-                progress(Phase("tokenise", tally.read, max(total, tally.read) if total else 0, "rows"))
-        if not tally.read:
-            raise DataError(f"There is no row in {source.name}.", "Check that it is the right file and that it is not empty.")
-        if not tally.trained_tokens:
-            raise DataError(f"None of the {tally.read} rows of {source.name} gives a token to train on. {tally.problem()}",
-                            "Correct the rows, or set data.format.")  # fmt: skip
-        writer.finish(_details(format, source, encoder, tally))
-
-
-def _details(format: str, source: Source, encoder: Encoder, tally: Tally) -> dict[str, Any]:
-    notes = [*source.notes, *(f"{count} rows: {note}." for note, count in encoder.notes.items())]
-    if encoder.end_id is None:
-        notes.append("The tokenizer has no end token, so the model does not learn where a text ends.")
-    if encoder.used_template == "fallback":
-        notes.append("The tokenizer has no chat template; conversations are written with the built-in one (### User, ### Assistant).")
-    report = DataReport(format, source.name, tally.read, tally.kept, tally.cut, dict(tally.dropped), tally.examples, tally.tokens,
-                        tally.trained_tokens, tally.largest_id, template=encoder.used_template, notes=notes)  # fmt: skip
-    return {**report.to_dict(), "pad_id": encoder.pad_id}
-
-
-def _chosen_format(config: DataConfig, source: Source, rows: Iterator[tuple[int, Row]]) -> tuple[str, Iterator[tuple[int, Row]]]:
-    """The configured format, or the one that the first rows fit; and all rows, these included."""
-    if config.format != "auto":
-        return config.format, rows
-    first = list(itertools.islice(rows, _SNIFFED_ROWS))
-    usable = [row.values for _, row in first if not row.problem]
-    if not usable:
-        return "text", iter(first) if not first else itertools.chain(first, rows)
+def _template_text(choice: str | None) -> str | None:
+    """The choice itself, or the content of the file that it names."""
     try:
-        return detect(usable, config.text_column), itertools.chain(first, rows)
-    except DataError as error:
-        raise DataError(f"{source.name}: {error.message}", error.hint) from error
+        return Path(choice).expanduser().read_text("utf-8") if choice and "{" not in choice else choice
+    except (OSError, ValueError):
+        return choice
 
 
-def _batches(rows: Iterator[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
-    """Rows in lists that are short in rows and in characters."""
-    batch: list[tuple[int, Row]] = []
-    characters = 0
-    for number, row in rows:
-        batch.append((number, row))
-        characters += sum(len(value) for value in row.values.values() if isinstance(value, (str, list)))
-        if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _report(loader: Loader, growing: list[GrowingShards]) -> DataReport:
+    details = [shards.known.details for shards in growing]
+    reports = [DataReport.from_dict(found) for found in details]
+    keys = [shards.known.folder.name for shards in growing]
+    report = reports[0] if len(reports) == 1 else _joined(reports)
+    same = overlap.find(loader.streams)
+    examples = report.examples | ({DUPLICATE: same.examples} if same.examples else {})
+    notes = list(report.notes)
+    if same.eval_overlap:
+        notes.append(f"{same.eval_overlap} of the {loader.eval_rows} held-out rows are also trained on: the held-out loss looks too good.")
+    complete = all(shards.known.complete for shards in growing)
+    if not complete:
+        notes.append("These figures are of the first part of the data; the rest is tokenised while the training runs.")
+    return replace(report, eval_rows=loader.eval_rows, num_packs=loader.num_packs, packing_efficiency=loader.packing_efficiency,
+                   duplicates=same.duplicates, eval_overlap=same.eval_overlap, examples=examples, notes=notes, complete=complete,
+                   sources=_shares(loader, reports) if loader.is_mixture else [], cache_key=" ".join(keys))  # fmt: skip
 
 
-def _encode_batch(batch: list[tuple[int, Row]], config: DataConfig, format: str, encoder: Encoder, tally: Tally,
-                  writer: CacheWriter) -> None:  # fmt: skip
-    examples: list[tuple[int, Row, Example]] = []
-    refused: list[tuple[int, Row, BadRow]] = []
-    for number, row in batch:
-        try:
-            examples.append((number, row, read_row(row, format, config.text_column)))
-        except BadRow as reason:
-            refused.append((number, row, reason))
-    for (number, row, _), result in zip(examples, encoder.encode_all(example for _, _, example in examples), strict=True):
-        if isinstance(result, BadRow):
-            refused.append((number, row, result))
-            continue
-        documents, was_cut = _fitted(result, config.sequence_length, encoder)
-        if not documents:
-            refused.append((number, row, BadRow("there is no token to train on")))
-            continue
-        for ids, mask in documents:
-            writer.add(ids, mask, number)
-            tally.tokens += len(ids)
-            tally.trained_tokens += sum(mask[1:])
-            tally.largest_id = max(tally.largest_id, *ids)
-        tally.kept += 1
-        tally.cut += was_cut
-    for number, row, fault in sorted(refused, key=lambda item: item[0]):
-        tally.drop(str(fault), number, row.place, row.values)
-    tally.read += len(batch)
+def _shares(loader: Loader, reports: list[DataReport]) -> list[dict]:
+    counts = loader.packs_by_source
+    return [{"name": report.source, "weight": weight, "rows": report.rows_kept, "tokens": report.tokens, "packs": packs,
+             "share": packs / sum(counts)} for report, weight, packs in zip(reports, loader.weights, counts, strict=True)]  # fmt: skip
 
 
-def _fitted(encoded: Encoded, sequence_length: int, encoder: Encoder) -> tuple[list[tuple[list[int], list[bool]]], bool]:
-    """The documents of at most S tokens that a row becomes, those without a label left out; and whether it lost tokens."""
-    ids, mask = encoded.ids, encoded.mask
-    if len(ids) <= sequence_length:
-        documents, was_cut = [(ids, mask)], False
-    elif encoded.is_text:
-        documents, was_cut = split_text(ids, mask, sequence_length), False
-    else:
-        keep_first = bool(encoder.start_ids) and ids[:1] == encoder.start_ids[:1]
-        documents, was_cut = [cut_conversation(ids, mask, sequence_length, keep_first)], True
-    return [(ids, mask) for ids, mask in documents if any(mask[1:])], was_cut
+def _joined(reports: list[DataReport]) -> DataReport:
+    """One report on several sources. Examples and notes say which source they are of."""
+    first = reports[0]
+
+    def total(name: str) -> int:
+        return sum(getattr(report, name) for report in reports)
+
+    dropped, lengths = Counter[str](), Counter[int]()
+    examples: dict[str, list[tuple[int, str]]] = {}
+    for report in reports:
+        dropped.update(report.dropped)
+        lengths.update(dict(report.length_histogram))
+        for reason, rows in report.examples.items():
+            examples.setdefault(reason, []).extend(rows[: 3 - len(examples.get(reason, []))])
+    formats, templates = (list(dict.fromkeys(getattr(report, name) for report in reports)) for name in ("format", "template"))
+    used = next((name for name in ("chosen", "fallback", "tokenizer") if name in templates), "none")
+    return DataReport(
+        ", ".join(formats), ", ".join(report.source for report in reports), total("rows_read"), total("rows_kept"), total("rows_cut"),
+        dict(dropped), examples, total("tokens"), total("trained_tokens"), max(report.largest_id for report in reports),
+        template=used, notes=[f"{report.source}: {note}" for report in reports for note in report.notes],
+        rows_split=total("rows_split"), length_histogram=sorted(lengths.items()), longest_row=max(report.longest_row for report in reports),
+        rows_escaped=total("rows_escaped"), chat_template=next((r.chat_template for r in reports if r.chat_template), first.chat_template),
+    )  # fmt: skip

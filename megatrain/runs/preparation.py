@@ -7,12 +7,12 @@ exactly what the run uses.
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatrain import hardware, planner
-from megatrain.config import RunConfig
+from megatrain.config import DataConfig, RunConfig
 from megatrain.engine.events import Ended, Event, Phase
 from megatrain.errors import DataError
 from megatrain.plan import Plan
@@ -35,6 +35,19 @@ def _prepare_data(config: RunConfig, tokenizer_folder: Path, cache_folder: Path,
         return prepare(config, tokenizer_folder, cache_folder, progress, cancelled, cache_key)
     except PreparationCancelled as stopped:
         raise CancelledError(stopped.message) from stopped
+
+
+def _own_data_set(data: DataConfig, workspace: Path, run_folder: Path) -> DataConfig:
+    """`data` with the run's own copy of the data set that it names: what that held at the first start is what the run is."""
+    from megatrain.data import recipes
+
+    kept, mark = run_folder / "dataset.yaml", f"# {json.dumps(data.path)}\n"
+    if not (kept.exists() and kept.read_text("utf-8").startswith(mark)):
+        file = recipes.file_of(data, workspace)
+        if file is None:
+            return data
+        _write(kept, mark + recipes.load(file).placed_in(file.parent).to_yaml())
+    return replace(data, path=str(kept))
 
 
 def _inspect(folder: Path, name: str) -> ModelShape:
@@ -96,7 +109,8 @@ def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[
     shape = parts.inspect(model_folder, config.model.path)
     _write(folder / "shape.json", shape.to_json())
     plan = _plan(store, parts, config, shape, workspace, resume)
-    data = parts.prepare_data(config, model_folder, workspace / "cache" / "data", report, cancelled, _known_tokens(store, config, resume))
+    with_rows = replace(config, data=_own_data_set(config.data, workspace, folder))
+    data = parts.prepare_data(with_rows, model_folder, workspace / "cache" / "data", report, cancelled, _known_tokens(store, config, resume))
     _write(folder / "data.json", data.report.to_json())
     if data.report.largest_id >= shape.vocab_size:
         raise DataError(

@@ -49,7 +49,7 @@ def tokens(batch: PackedBatch) -> list[int]:
 
 def epoch_tokens(made: Loader, epoch: int) -> list[int]:
     """The tokens of one epoch, by asking for its packs through the steps that hold them."""
-    single = loader(made._cache, made.sequence_length, packs=1, seed=made._seed)
+    single = loader(made.streams[0].first.cache, made.sequence_length, packs=1, seed=made._seed)
     return [index for step in range(epoch * single.num_packs, (epoch + 1) * single.num_packs) for index in tokens(single.step_batch(step))]
 
 
@@ -139,7 +139,7 @@ def test_evaluation_packs_are_limited_and_cut_into_batches(tmp_path: Path) -> No
     assert [batch.num_packs for batch in made.eval_batches(3)] == [3, 3, 1]
     everything = [tokens(batch) for batch in made.eval_batches(7)]
     assert [index for part in made.eval_batches(3) for index in tokens(part)] == everything[0]
-    assert loader(made._cache, fraction=0.0).eval_batches(3) == []
+    assert loader(made.streams[0].first.cache, fraction=0.0).eval_batches(3) == []
 
 
 @given(st.integers(0, 500), st.floats(0, 0.5), st.integers(0, 1000))
@@ -161,8 +161,9 @@ def test_the_fingerprint_is_that_of_the_tokens_and_of_their_order(tmp_path: Path
     assert loader(cached(tmp_path / "b", documents)).fingerprint == made.fingerprint
     changed = [(ids, mask) for ids, mask in documents]
     changed[3] = (changed[3][0], [False, False] + changed[3][1][2:])
-    others = [loader(cached(tmp_path / "c", changed)), loader(made._cache, seed=1), loader(made._cache, packs=4),
-              loader(made._cache, fraction=0.1), loader(made._cache, length=20)]  # fmt: skip
+    same = made.streams[0].first.cache
+    others = [loader(cached(tmp_path / "c", changed)), loader(same, seed=1), loader(same, packs=4), loader(same, fraction=0.1),
+              loader(same, length=20)]  # fmt: skip
     assert len({made.fingerprint, *(other.fingerprint for other in others)}) == 6
 
 

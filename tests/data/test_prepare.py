@@ -194,12 +194,12 @@ def test_only_the_first_rows_are_read_when_so_asked(tmp_path: Path, chatml: Path
 def test_cancelling_leaves_nothing_behind(tmp_path: Path, chatml: Path) -> None:
     calls = iter([False, False, True])
     with pytest.raises(PreparationCancelled):
-        prepare(config(lines(tmp_path / "a.jsonl", pairs(500))), chatml, tmp_path / "cache", cancelled=lambda: next(calls))
+        prepare(config(lines(tmp_path / "a.jsonl", pairs(2000))), chatml, tmp_path / "cache", cancelled=lambda: next(calls))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_preparation_that_is_killed_is_done_again(tmp_path: Path, chatml: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", pairs(300))
+    path = lines(tmp_path / "a.jsonl", pairs(3000))
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom megatrain.config import RunConfig\nfrom megatrain.data.prepare import prepare\n"
         "def slow():\n    print('batch', flush=True)\n    time.sleep(0.3)\n    return False\n"
@@ -218,7 +218,7 @@ def test_a_preparation_that_is_killed_is_done_again(tmp_path: Path, chatml: Path
     for file in [*left.iterdir(), left]:
         os.utime(file, (old, old))
     made = prepare(config(path), chatml, tmp_path / "cache")
-    assert made.report.rows_kept == 300
+    assert made.report.rows_kept == 3000
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [made.report.cache_key]
 
 
