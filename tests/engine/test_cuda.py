@@ -4,6 +4,8 @@ The suite runs wherever CUDA is; elsewhere it is skipped, and the fake device of
 """
 
 import dataclasses
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-VRAM, RAM = Tier.VRAM, Tier.RAM
+VRAM, RAM, NVME = Tier.VRAM, Tier.RAM, Tier.NVME
 PACKS, LENGTH, STEPS, RATE = 5, 32, 5, 1e-3
 PLACEMENTS = {
     "all vram": (Placement(VRAM, VRAM, VRAM, VRAM), {}),
@@ -32,6 +34,9 @@ PLACEMENTS = {
     "gradients and masters resident": (Placement(RAM, VRAM, VRAM, RAM), {}),
     "groups, sums resident": (Placement(VRAM, VRAM, VRAM, VRAM), {"group_micro_batches": 1}),
     "groups, sums in ram": (Placement(RAM, RAM, RAM, RAM), {"group_micro_batches": 2, "micro_batch_packs": 1, "accumulators_tier": RAM}),
+    "all on disk": (Placement(NVME, NVME, NVME, NVME), {"inputs_tier": RAM}),
+    "masters and moments on disk": (Placement(RAM, NVME, RAM, NVME), {"disk_slots": 2}),
+    "on disk, updated on the gpu": (Placement(NVME, NVME, NVME, VRAM), {"disk_slots": 2, "group_micro_batches": 1}),
 }
 
 
@@ -47,7 +52,8 @@ def run_engine(
     placement, changes = PLACEMENTS[name]
     skeleton = Skeleton(FAMILIES[family](), getattr(torch, PRECISIONS[precision].compute_dtype))
     plan = plan_of(placement, len(skeleton.layouts), **changes)
-    engine = Engine(skeleton, plan, PRECISIONS[precision], torch.float32, device, PACKS, LENGTH)
+    disk = Path(tempfile.gettempdir())
+    engine = Engine(skeleton, plan, PRECISIONS[precision], torch.float32, device, PACKS, LENGTH, offload_folder=disk)
     engine.load_weights(lambda names: {name: weights[name] for name in names})
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
@@ -149,7 +155,8 @@ def test_placements_updated_by_the_same_side_are_bit_equal(precision: str) -> No
     weights, batches = start("llama_untied")
     runs = {name: run_engine("llama_untied", precision, weights, batches, name, cuda()) for name in PLACEMENTS}
     on_gpu = ["all vram", "weights streamed, updated on the gpu", "moments resident, the rest streamed"]
-    on_cpu = ["all ram", "weights resident, updated on the cpu", "gradients and masters resident"]
+    on_cpu = ["all ram", "weights resident, updated on the cpu", "gradients and masters resident", "all on disk"]
+    on_cpu.append("masters and moments on disk")
     for side in (on_gpu, on_cpu):
         first = runs[side[0]]
         for name in side[1:]:
