@@ -14,6 +14,7 @@ from megatrain.engine.adamw import Update, update_block
 from megatrain.engine.device import COMPUTE, D2H, DISK_WRITE, H2D, HOST, Buffer, Device
 from megatrain.engine.slots import WeightCache
 from megatrain.engine.tiers import BlockStates, StateStore
+from megatrain.errors import TrainingError
 from megatrain.plan import Tier
 
 _STATES = ("masters", "grads", "exp_avg", "exp_avg_sq")  # the weights are handled apart: forward needs them too
@@ -31,6 +32,7 @@ class Optimizer:
         self._update: Update | None = None
         self._pending: set[int] = set()
         self._launched: set[int] = set()
+        self._broken = False
         self._gates: Mapping[int, threading.Event] = {}
         self._staging = {(name, on_device): self._staging_buffer(name, on_device) for name in _STATES for on_device in (True, False)}
 
@@ -68,7 +70,12 @@ class Optimizer:
             self._store.publish_weights(index)
 
     def finish(self) -> None:
-        """Carry out whatever is pending and wait for it: every home holds finished states."""
+        """Carry out whatever is pending and wait for it: every home holds finished states.
+
+        TrainingError when an update broke off before: then no home can be trusted, and nothing may be saved.
+        """
+        if self._broken:
+            raise TrainingError("An update broke off half-way: the states in memory are not whole.", "Resume from the last checkpoint.")
         for index in sorted(self._pending):
             self.update(index)
         self._device.synchronize()
@@ -82,6 +89,11 @@ class Optimizer:
         if index in self._launched:
             return
         self._launched.add(index)
+        self._broken = True  # until everything of this update is on its way
+        self._launch_update(index)
+        self._broken = False
+
+    def _launch_update(self, index: int) -> None:
         block, update = self._store.blocks[index], self._update
         on_device = block.placement.updated_on_device
         states = {name: self._bring(index, name, on_device) for name in _STATES}

@@ -16,7 +16,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.nvme import OffloadFile, aligned_bytes, disk_bytes
 from megatrain.errors import DiskFullError, PlanError, TrainingError
 from megatrain.precision import PRECISIONS
-from tests.parity import ALL_NVME, Cut, Recipe, assert_same_bits, batches, make_engine, run, skeleton, states
+from tests.parity import ALL_NVME, Cut, Recipe, assert_same_bits, batches, make_engine, run, skeleton, states, update_of
 
 ALIGNMENT = platform.DIRECT_ALIGNMENT
 
@@ -65,6 +65,27 @@ def test_a_failing_disk_stops_the_run_in_words(operation: str, tmp_path: Path, m
     monkeypatch.setattr(platform, operation, broken)
     with pytest.raises(TrainingError, match="Input/output error"):
         run(engine, Recipe((1e-3,) * 2))
+
+
+@pytest.mark.parametrize("operation", ["read_at", "write_at"])
+def test_nothing_half_updated_is_ever_taken_for_finished(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed request in the middle of the updates, and the disk is well again: the state must still not be saved."""
+    engine = make_engine("llama_tied", Cut(ALL_NVME))
+    loss, norm = engine.train_step(batches(1)[0], 0)
+    engine.decide(update_of(Recipe((1e-3,)), 0, norm))
+    real, calls = getattr(platform, operation), []
+
+    def fails_once(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 7:
+            raise OSError(errno.EIO, "Input/output error")
+        real(*arguments)
+
+    monkeypatch.setattr(platform, operation, fails_once)
+    with pytest.raises(TrainingError, match="Input/output error"):
+        engine.finish()
+    with pytest.raises(TrainingError, match="not whole"):
+        engine.finish()
 
 
 def test_a_short_file_is_an_error_not_a_zero(tmp_path: Path) -> None:
