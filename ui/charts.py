@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from megatrain.units import GIB
+from megatrain.units import GIB, format_bytes
 from ui.feed import RunRows
 from ui.rows import Floats, plain, smooth, thin
 from ui.words import text
@@ -182,6 +182,21 @@ def bus(rows: RunRows, options: ChartOptions, axis: Axis) -> Figure:
     return _figure(rows, axis, data, options, y_format=".3~g", from_zero=True)
 
 
+def disk(rows: RunRows, options: ChartOptions, axis: Axis) -> Figure:
+    """What training reads from the offload file and writes to it. Drives wear by writing, so the total is named."""
+    read, written = rows.steps["disk_read"], rows.steps["disk_write"]
+    total = float(np.nansum(written))
+    if not total + float(np.nansum(read)):
+        return {"empty": text("charts.no_disk")}
+    names = (text("charts.disk_read"), text("charts.disk_written", total=format_bytes(total)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        data = [
+            _line(axis.of_steps(), moved / rows.steps["step_s"] / 1e9, axis, colour, name)
+            for moved, colour, name in zip((read, written), ("--mt-blue", "--mt-orange"), names, strict=True)
+        ]
+    return _figure(rows, axis, data, options, y_format=".3~g", from_zero=True)
+
+
 def gpu(rows: RunRows, options: ChartOptions, axis: Axis) -> Figure:
     """Utilisation in percent, and power in watts on the right."""
     if not rows.has_gpu:
@@ -207,6 +222,7 @@ CHARTS: dict[str, Callable[[RunRows, ChartOptions, Axis], Figure]] = {
     "ram": ram,
     "bus": bus,
     "gpu": gpu,
+    "disk": disk,
 }
 
 

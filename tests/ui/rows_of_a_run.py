@@ -26,6 +26,7 @@ def run_rows(
     predicted: Predicted | None = None,
     has_gpu: bool = False,
     telemetry: Sequence[dict[str, float]] = (),
+    disk: tuple[float, float] = (0.0, 0.0),
     **status: Any,
 ) -> RunRows:
     """`num_rows` steps of `step_s` from START on."""
@@ -33,7 +34,8 @@ def run_rows(
     for index in range(num_rows):
         loss = losses[index] if losses is not None else 2.0 - index / max(num_rows, 1)
         cells = {"time_s": START + (index + 1) * step_s, "step": index + 1, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-5,
-                 "step_s": step_s, "tokens_per_s": 1000.0, "h2d": 4e9, "d2h": 2e9}  # fmt: skip
+                 "step_s": step_s, "tokens_per_s": 1000.0, "h2d": 4e9, "d2h": 2e9,
+                 "disk_read": disk[0], "disk_write": disk[1]}  # fmt: skip
         steps.append([cells])
     readings.append(telemetry)
     said = RunStatus(state=state, num_steps=num_steps, phase=phase, **{"step": num_rows, **status})

@@ -133,3 +133,10 @@ def test_impossible_requests_take_the_defaults(raw):
 def test_requests_are_understood_and_limited():
     options = ChartOptions.parse({"axis": "time", "window": "500", "smoothing": 1e9, "log": True, "zoom": [1, 2.5]})
     assert options == ChartOptions("time", "500", MAX_SMOOTHING, True, (1.0, 2.5))
+
+
+def test_traffic_of_the_disk_is_drawn_where_there_is_any():
+    assert figures(run_rows(10), ChartOptions())["disk"] == {"empty": "This run keeps no states on disk"}
+    figure = figures(run_rows(10, step_s=2.0, disk=(4e9, 1024**3)), ChartOptions())["disk"]
+    assert names(figure) == ["read", "written, 10.0 GiB in all"]
+    assert trace(figure, "read")["y"] == [2.0] * 10
