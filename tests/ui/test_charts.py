@@ -136,7 +136,7 @@ def test_requests_are_understood_and_limited():
 
 
 def test_traffic_of_the_disk_is_drawn_where_there_is_any():
-    assert figures(run_rows(10), ChartOptions())["disk"] == {"empty": "This run keeps no states on disk"}
+    assert figures(run_rows(10), ChartOptions())["disk"]["empty"] == "This run keeps no states on disk"
     figure = figures(run_rows(10, step_s=2.0, disk=(4e9, 1024**3)), ChartOptions())["disk"]
     assert names(figure) == ["read", "written, 10.0 GiB in all"]
     assert trace(figure, "read")["y"] == [2.0] * 10
