@@ -21,8 +21,8 @@ from typing import Any
 
 from megatrain.data.adapt import CONTROL_TOKENS_ESCAPED, REASONING_UNSEEN, TOOLS_UNSEEN, shapes
 from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text
-from megatrain.data.render import PLAIN_KEYS, ChatTemplate
-from megatrain.data.spans import Span, char_spans, finish_span, has_every_turn
+from megatrain.data.render import ChatTemplate
+from megatrain.data.spans import Span, char_spans, finish_span, has_every_turn, visible_words
 from megatrain.data.tokens import BREAK, ZERO_WIDTH, Escape, Tokens, Vocabulary
 from megatrain.errors import DataError
 
@@ -61,11 +61,12 @@ class Encoder:
         self.end_id: int | None = tokenizer.eos_token_id
         self.start_ids = _start_ids(tokenizer)
         self.end_ids, self.added_ids = _control_ids(tokenizer)
-        self._atoms = set(tokenizer.added_tokens_decoder)
-        self._special_ids = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special and token.content.strip()}
+        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._atoms = set(added)  # no token reaches across one of these; those of white space are no control tokens
+        self._special_ids = {index for index, token in added.items() if token.special}
         self._structure: list[str] = []  # the control tokens that the template writes
         self._escape = Escape((), BREAK)
-        self._around = ("", "", "")  # header, filling and end of an answer, where they are always the same
+        self._around = ("", "")  # header and end of an answer, where they are always the same
         self._learn_turns()
         self._learn_control_tokens()
 
@@ -123,7 +124,7 @@ class Encoder:
 
     def template_notes(self) -> list[str]:
         """What is odd about a chosen template."""
-        if self.used_template != "chosen" or self._structure:
+        if self.used_template != "chosen" or set(self._structure) - {self.tokenizer.bos_token}:
             return []
         return ["The chosen chat template writes no control token that the tokenizer knows; its marks are encoded as plain text."]
 
@@ -190,24 +191,22 @@ class Encoder:
         return self._masked(conversation, tokens.ids, [self._finish(span, tokens.ids) for span in found if span])
 
     def _answers(self, conversation: Conversation, text: str) -> list[Span]:
-        """Characters of the trained answers, where each stands as it is between the template's usual header and end; else [].
+        """Characters of the trained answers: what stands between the template's header of an answer and its end token; or [].
 
-        A header begins with a control token, and no row can hold one: so there is none but before the answers.
+        Both are control tokens, and no row can hold one: so the headers in the text are those of the answers, in order.
         """
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        header, fill, end = self._around
+        header, end = self._around
         if not header or text.count(header) != len(turns):
             return []
         found: list[Span] = []
         at = 0
         for turn in turns:
-            message = conversation.messages[turn]
             start = text.find(header, at) + len(header)
-            begin = start + len(fill) if fill and text.startswith(fill, start) else start
-            words = message["content"] if text.startswith(message["content"], begin) else message["content"].strip()
-            at = begin + len(words) + len(end)
-            if not message.keys() <= PLAIN_KEYS or not words or not text.startswith(words + end, begin):
+            stop = text.find(end, start)
+            if stop < 0 or visible_words(conversation.messages[turn]) not in text[start:stop]:
                 return []
+            at = stop + len(end)
             if conversation.trained[turn]:
                 found.append((start, at))
         return found
@@ -296,17 +295,17 @@ class Encoder:
             between = whole[len(plain) : whole.find("zzz", len(plain))]
             self.template.header = between if between.strip() else ""
 
-    def _frame(self, whole: str, plain: str, header: str | None) -> tuple[str, str, str]:
-        """What stands before an answer, what may be filled in behind that, and the control token at the end.
+    def _frame(self, whole: str, plain: str, header: str | None) -> tuple[str, str]:
+        """What stands before an answer, and the control token behind it.
 
-        All empty unless header and end are control tokens: only then can no row hold them.
+        Both empty unless both begin with a control token: only then can no row hold them.
         """
         start = whole.find("zzz")
         if header is None or not header.startswith(plain) or not whole.startswith(header) or start < len(header):
-            return "", "", ""
-        before, fill, behind = header[len(plain) :], whole[len(header) : start], whole[start + 3 :]
+            return "", ""
+        before, behind = header[len(plain) :], whole[start + 3 :]
         end = next((token for token in self._structure if behind.startswith(token)), "")
-        return (before, fill, end) if end and any(before.startswith(token) for token in self._structure) else ("", "", "")
+        return (before, end) if end and any(before.startswith(token) for token in self._structure) else ("", "")
 
     def _learn_control_tokens(self) -> None:
         """What may not come from a row: every special token, what ends a turn, and what the template writes around a question."""

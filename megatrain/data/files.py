@@ -10,6 +10,7 @@ import gzip
 import io
 import lzma
 import shutil
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -64,7 +65,7 @@ class DataFile:
     def num_bytes(self) -> int:
         """Bytes on disk, compressed if they are."""
         if self.member:
-            with zipfile.ZipFile(self.path) as archive:
+            with _opened_zip(self.path) as archive:
                 return archive.getinfo(self.member).compress_size
         return self.path.stat().st_size
 
@@ -76,7 +77,7 @@ class DataFile:
     def open(self) -> IO[bytes]:
         """The content, decompressed as it is read."""
         if self.member:
-            with zipfile.ZipFile(self.path) as archive:  # the open member keeps the file open
+            with _opened_zip(self.path) as archive:  # the open member keeps the file open
                 found: IO[bytes] = archive.open(self.member)
         else:
             found = self._raw = self.path.open("rb")
@@ -143,10 +144,20 @@ def data_files(path: Path, name: str) -> list[DataFile]:
     if not is_archive(path):
         return [DataFile(path, name)]
     with _explained(name):
-        with zipfile.ZipFile(path) as archive:
-            members = [item.filename for item in archive.infolist() if not item.is_dir()]
+        with _opened_zip(path) as archive:
+            members = [name for name in archive.namelist() if name and not name.endswith("/")]
         usable = [member for member in members if is_readable(PurePosixPath(member)) and not is_hidden(PurePosixPath(member))]
         return [DataFile(path, f"{name}/{member}", member) for member in usable]
+
+
+@contextmanager
+def _opened_zip(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive. What a damaged list of its files raises, which is whatever the bytes happen to mean, is a BadZipFile."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (ValueError, LookupError, OverflowError, struct.error) as error:
+        raise zipfile.BadZipFile(str(error)) from error
 
 
 def read_file(file: DataFile, skip_bad: bool = False) -> Iterator[Row]:

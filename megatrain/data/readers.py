@@ -295,6 +295,7 @@ def _damaged(file: DataFile, kind: str, rows_read: int, error: Exception) -> Dat
 def _rows_of(batches: Any, name: str) -> Iterator[Row]:
     number = 0
     for batch in batches:
+        batch.validate(full=True)  # offsets that point outside would crash the process
         for start in range(0, batch.num_rows, 256):
             for values in batch.slice(start, 256).to_pylist():
                 number += 1

@@ -32,14 +32,15 @@ def finish_span(span: Span, ids: list[int], own_ends: set[int], next_ends: set[i
 def has_every_turn(conversation: Conversation, text: str) -> bool:
     """Whether the words of every turn stand in the rendered text. Templates may drop reasoning, never words."""
     for message in conversation.messages:
-        if _visible(message) not in text:
+        if visible_words(message) not in text:
             return False
         if any(call["function"]["name"] not in text for call in message.get("tool_calls", [])):
             return False
     return True
 
 
-def _visible(message: dict[str, Any]) -> str:
+def visible_words(message: dict[str, Any]) -> str:
+    """What every template writes of a turn: its words without the reasoning in them."""
     content: str = message["content"]
     if message["role"] == "assistant":
         content = content.rpartition("</think>")[2]
@@ -75,7 +76,7 @@ def _start(message: dict[str, Any], text: str, header: str | None, turn: int) ->
         return len(header)
     content = message["content"].strip()
     if content and not message.keys() & {"tool_calls", "reasoning_content"}:
-        for words in (content, _visible(message)):
+        for words in (content, visible_words(message)):
             found = text.find(words, turn)
             if words and found >= 0:
                 return found
@@ -96,7 +97,7 @@ def _stop(message: dict[str, Any], text: str, ended: str | None, start: int, end
         found = text.find(end_token, start) if end_token else -1
         if end_token and found >= 0:
             return found + len(end_token)
-    words = _visible(message)
+    words = visible_words(message)
     found = text.find(words, start)
     if words and found >= 0:
         return found + len(words)

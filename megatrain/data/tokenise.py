@@ -60,6 +60,7 @@ class Build:
     def run(self) -> None:
         config, source = self.config, self.source
         self.progress(Phase("tokenise", 0, self._total(0), "rows"))
+        self._rest: tuple[list[int], list[bool]] = [], []  # of the text whose sections are being read
         self.encoder = Encoder(load_tokenizer(self.tokenizer_folder), config.train_on, config.chat_template)
         with CacheWriter(self.folder, self.shard_tokens or shards.SHARD_TOKENS) as writer:
             self.tally = self._restored(writer.known.details)
@@ -70,11 +71,13 @@ class Build:
                 if self.cancelled():
                     raise PreparationCancelled("The preparation of the data was stopped.")
                 if writer.is_full:
+                    self._flush(writer)
                     writer.end_shard(self._details())
                 self._encode_batch(batch, writer)
                 if time.monotonic() - reported > _REPORT_S:
                     reported = time.monotonic()
                     self.progress(Phase("tokenise", self.tally.read, self._total(self.tally.read), "rows"))
+            self._flush(writer)
             self._refuse_nothing()
             writer.finish(self._details(complete=True))
 
@@ -138,6 +141,7 @@ class Build:
                 tally.length(len(result.ids))
                 try:
                     documents, change = fitted(result, example, self.config, self.encoder)
+                    documents = self._joined(writer, example, result, documents)
                     self._add(writer, result, documents, number)
                     tally.kept += 1
                 except BadRow as reason:
@@ -151,6 +155,25 @@ class Build:
         for number, row, fault in sorted(refused, key=lambda item: item[0]):
             tally.drop(str(fault), number, row.place, row.values)
         tally.read += len(batch)
+
+    def _joined(self, writer: CacheWriter, example: Example, encoded: Encoded, documents: Documents) -> Documents:
+        """The documents of a section of a long text, cut anew with what was left over of the section before."""
+        if not isinstance(example, Text) or (example.begins and example.ends):
+            self._flush(writer)
+            return documents
+        if example.begins:
+            self._flush(writer)
+        ids, mask = self._rest[0] + encoded.ids, self._rest[1] + encoded.mask
+        whole = len(ids) if example.ends else len(ids) - len(ids) % self.config.sequence_length
+        self._rest = ids[whole:], mask[whole:]
+        return [(ids, mask) for ids, mask in split_text(ids[:whole], mask[:whole], self.config.sequence_length) if any(mask[1:])]
+
+    def _flush(self, writer: CacheWriter) -> None:
+        """What is left over of a text becomes a document of its own."""
+        ids, mask = self._rest
+        self._rest = [], []
+        if any(mask[1:]):
+            self._add(writer, Encoded(ids, mask), [(ids, mask)], self.tally.read)
 
     def _add(self, writer: CacheWriter, encoded: Encoded, documents: Documents, number: int) -> None:
         whole = hashlib.blake2b(np.asarray(encoded.ids, np.uint32).tobytes(), digest_size=8)
