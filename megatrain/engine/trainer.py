@@ -170,6 +170,10 @@ class Trainer:
         self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, config.train.seed, offload)
         if self.engine.store.pinned.refusal:
             self.report(Notice("warning", self.engine.store.pinned.refusal))
+        disk = self.engine.store.disk
+        if disk is not None:
+            cached = "" if disk.file.direct else " This file system has no direct I/O: it goes through the page cache, slower."
+            self.report(Notice("info" if disk.file.direct else "warning", f"States on disk: {disk}.{cached}"))
         self._writer = checkpoint.CheckpointWriter(job.run_folder / "checkpoints", config.checkpoint.keep)
         if job.resume_from is not None:
             self._resume(job.resume_from)
