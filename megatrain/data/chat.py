@@ -139,9 +139,11 @@ class Encoder:
         return self.vocabulary.tokens_of([text])[0].ids
 
     def _text(self, example: Text, tokens: Tokens) -> Encoded:
-        ids = self.start_ids + tokens.ids if example.begins else tokens.ids
+        ids = tokens.ids
+        if example.begins and self.start_ids:
+            ids = self.start_ids + ids
         if example.ends and self.end_id is not None and ids[-1:] != [self.end_id]:
-            ids = [*ids, self.end_id]
+            ids.append(self.end_id)
         return Encoded(ids, [True] * len(ids), is_text=True)
 
     def _pair(self, pair: Pair, tokens: Tokens) -> Encoded:

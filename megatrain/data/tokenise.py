@@ -8,6 +8,7 @@ The process takes a JSON request and prints JSON lines: {"done", "total"} as it 
 """
 
 import argparse
+import gc
 import hashlib
 import itertools
 import json
@@ -58,6 +59,15 @@ class Build:
     shard_tokens: int = 0  # 0: as usual
 
     def run(self) -> None:
+        """The cache is whole. Python looks for garbage less often meanwhile: the lists of a batch are long, and none is a cycle."""
+        thresholds = gc.get_threshold()
+        gc.set_threshold(50_000, 20, 50)
+        try:
+            self._run()
+        finally:
+            gc.set_threshold(*thresholds)
+
+    def _run(self) -> None:
         config, source = self.config, self.source
         self.progress(Phase("tokenise", 0, self._total(0), "rows"))
         self._rest: tuple[list[int], list[bool]] = [], []  # of the text whose sections are being read
@@ -176,11 +186,14 @@ class Build:
             self._add(writer, Encoded(ids, mask), [(ids, mask)], self.tally.read)
 
     def _add(self, writer: CacheWriter, encoded: Encoded, documents: Documents, number: int) -> None:
-        whole = hashlib.blake2b(np.asarray(encoded.ids, np.uint32).tobytes(), digest_size=8)
-        whole.update(np.asarray(encoded.mask, np.bool_).tobytes())
+        row_ids, row_mask = np.asarray(encoded.ids, np.uint32), np.asarray(encoded.mask, np.bool_)
+        whole = hashlib.blake2b(row_ids.tobytes(), digest_size=8)
+        whole.update(row_mask.tobytes())
         row_hash = int.from_bytes(whole.digest(), "little")
         for ids, mask in documents:
-            id_array, mask_array = np.asarray(ids, np.uint32), np.asarray(mask, np.bool_)
+            is_whole = ids is encoded.ids
+            id_array = row_ids if is_whole else np.asarray(ids, np.uint32)
+            mask_array = row_mask if is_whole else np.asarray(mask, np.bool_)
             writer.add(id_array, mask_array, number, row_hash)
             self.tally.tokens += len(ids)
             self.tally.trained_tokens += int(np.count_nonzero(mask_array[1:]))
