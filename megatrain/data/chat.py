@@ -22,7 +22,7 @@ from typing import Any
 from megatrain.data.adapt import CONTROL_TOKENS_ESCAPED, REASONING_UNSEEN, TOOLS_UNSEEN, shapes
 from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text
 from megatrain.data.render import ChatTemplate
-from megatrain.data.spans import Span, char_spans, finish_span, has_every_turn, visible_words
+from megatrain.data.spans import Span, char_spans, find_ids, finish_span, has_every_turn, visible_words
 from megatrain.data.tokens import BREAK, ZERO_WIDTH, Escape, Tokens, Vocabulary
 from megatrain.errors import DataError
 
@@ -81,11 +81,10 @@ class Encoder:
 
         All their texts go to the tokenizer in one call, which spreads them over the processor's cores.
         """
-        examples = list(examples)
         works = [self._work(self._escaped(example)) for example in examples]
-        with_offsets = not all(isinstance(example, Text) for example in examples)
-        tokens = iter(self.vocabulary.tokens_of((work.text for work in works if isinstance(work, _Work)), with_offsets))
-        return [work.result(next(tokens)) if isinstance(work, _Work) else work for work in works]
+        tokens = {needed: iter(self.vocabulary.tokens_of([work.text for work in works if isinstance(work, _Work) and work.by_ids != needed],
+                                                         needed)) for needed in (True, False)}  # fmt: skip
+        return [work.result(next(tokens[not work.by_ids])) if isinstance(work, _Work) else work for work in works]
 
     def encode(self, example: Example) -> Encoded:
         """Ids and mask of one example. BadRow when the template refuses it or no answer can be found in it."""
@@ -111,7 +110,7 @@ class Encoder:
 
     def _work(self, example: Example) -> "_Work | BadRow":
         if isinstance(example, Text):
-            return _Work(example.text, partial(self._text, example))
+            return _Work(example.text, partial(self._text, example), by_ids=True)
         if isinstance(example, Pair) and self.template.kind == "fallback":
             return _Work(example.prompt + example.completion, partial(self._pair, example))
         if isinstance(example, Pair):
@@ -175,9 +174,9 @@ class Encoder:
         marked = self._marked_spans(conversation, text) if self._has_marks(conversation) else []
         if marked:
             return _Work(text, partial(self._from_marks, conversation, marked))
-        answers = self._answers(conversation, text)
-        parts = None if answers else self._parts(conversation, text)
-        return _Work(text, partial(self._compared, conversation, text, answers, parts))
+        if self._is_plain(conversation, text):
+            return _Work(text, partial(self._by_ids, conversation, text), by_ids=True)
+        return _Work(text, partial(self._compared, conversation, text))
 
     def _marked_spans(self, conversation: Conversation, text: str) -> list[Span]:
         """Character positions of what the template marks as generated."""
@@ -192,26 +191,39 @@ class Encoder:
         found = [tokens.overlapping(start, stop) for start, stop in marked]
         return self._masked(conversation, tokens.ids, [self._finish(span, tokens.ids) for span in found if span])
 
-    def _answers(self, conversation: Conversation, text: str) -> list[Span]:
-        """Characters of the trained answers: what stands between the template's header of an answer and its end token; or [].
+    def _is_plain(self, conversation: Conversation, text: str) -> bool:
+        """Whether each answer stands between the template's usual header and end token.
 
-        Both are control tokens, and no row can hold one: so the headers in the text are those of the answers, in order.
+        Both begin with a control token, and no row can hold one: so the headers in the text are those of the answers, in order.
         """
-        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        turns = [message for message in conversation.messages if message["role"] == "assistant"]
         header, end = self._around
         if not header or text.count(header) != len(turns):
-            return []
-        found: list[Span] = []
+            return False
         at = 0
-        for turn in turns:
+        for message in turns:
             start = text.find(header, at) + len(header)
-            stop = text.find(end, start)
-            if stop < 0 or visible_words(conversation.messages[turn]) not in text[start:stop]:
-                return []
-            at = stop + len(end)
-            if conversation.trained[turn]:
-                found.append((start, at))
-        return found
+            at = text.find(end, start)
+            if at < 0 or visible_words(message) not in text[start:at]:
+                return False
+        return True
+
+    def _by_ids(self, conversation: Conversation, text: str, tokens: Tokens) -> Encoded:
+        """Spans from behind the ids of each header to its end token. As the header's ids stand there as they are alone, those
+        of everything before an answer begin the whole's."""
+        ids, (header, end) = tokens.ids, (self.vocabulary.known(part) for part in self._around)
+        trained = [is_trained for message, is_trained in zip(conversation.messages, conversation.trained, strict=True)
+                   if message["role"] == "assistant"]  # fmt: skip
+        spans: list[Span] = []
+        at = 0
+        for is_trained in trained:
+            start, stop = find_ids(ids, header, at)
+            at = find_ids(ids, end, start)[1] if start >= 0 else -1
+            if at < 0:
+                return self._compared(conversation, text, self.vocabulary.tokens_of([text])[0])
+            if is_trained:
+                spans.append((stop, at))
+        return self._masked(conversation, ids, [self._finish(span, ids) for span in spans])
 
     def _parts(self, conversation: Conversation, text: str) -> list[str | None]:
         """For each trained turn the text up to its answer, header included, and the text up to its end."""
@@ -221,29 +233,14 @@ class Encoder:
             parts += [self.template.part(conversation, index, True), ended]
         return parts
 
-    def _compared(self, conversation: Conversation, text: str, answers: list[Span], parts: list[str | None] | None,
-                  tokens: Tokens) -> Encoded:  # fmt: skip
-        """Spans between borders if the ids of the text before each begin the whole's ids, else from characters."""
-        borders = [self._quick_border(text, position, tokens) for span in answers for position in span]
-        if not borders or None in borders:
-            borders = [self._border(text, part, tokens) for part in (self._parts(conversation, text) if parts is None else parts)]
+    def _compared(self, conversation: Conversation, text: str, tokens: Tokens) -> Encoded:
+        """Spans between the parts' borders if each part's ids begin the whole's, else from characters."""
+        borders = [self._border(text, part, tokens) for part in self._parts(conversation, text)]
         if None in borders:
             spans = self._spans_by_characters(conversation, text, tokens)
         else:
             spans = list(zip(borders[::2], borders[1::2], strict=True))  # type: ignore[arg-type]
         return self._masked(conversation, tokens.ids, [self._finish(span, tokens.ids) for span in spans])
-
-    def _quick_border(self, text: str, position: int, tokens: Tokens) -> int | None:
-        """The index of the token that begins at a character, if the ids from the last control token up to there are as they are alone."""
-        if position == len(text):
-            return len(tokens.ids)
-        start = max((text.rfind(token, max(position - 200, 0), position) for token in self._structure), default=-1)
-        index = tokens.boundary(position) if start >= 0 else None
-        tail = text[start:position]
-        if index is None or BREAK in tail:
-            return None
-        known = self.vocabulary.known(tail)
-        return index if tokens.ids[max(index - len(known), 0) : index] == known else None
 
     def _border(self, text: str, part: str | None, tokens: Tokens) -> int | None:
         """How many ids of the whole a part of it has; None where its own ids do not begin the whole's."""
@@ -251,9 +248,12 @@ class Encoder:
             return None
         if len(part) == len(text):
             return len(tokens.ids) if part == text else None
-        index = self._quick_border(text, len(part), tokens) if text.startswith(part) else None
-        if index is not None:
-            return index
+        start = max((part.rfind(token, max(len(part) - 200, 0)) for token in self._structure), default=-1)
+        index = tokens.boundary(len(part)) if start >= 0 and text.startswith(part) else None
+        if index is not None and BREAK not in part[start:]:
+            known = self.vocabulary.known(part[start:])
+            if tokens.ids[max(index - len(known), 0) : index] == known:
+                return index
         ids = self._ids_of(part)
         return len(ids) if tokens.ids[: len(ids)] == ids else None
 
@@ -364,6 +364,7 @@ class _Work:
 
     text: str
     finish: Callable[[Tokens], Encoded]
+    by_ids: bool = False  # the ids are enough, which the tokenizer gives faster than ids with characters
 
     def result(self, tokens: Tokens) -> Encoded | BadRow:
         try:

@@ -29,6 +29,18 @@ def finish_span(span: Span, ids: list[int], own_ends: set[int], next_ends: set[i
     return span
 
 
+def find_ids(ids: list[int], wanted: list[int], start: int) -> tuple[int, int]:
+    """(where `wanted` stands in `ids` from `start` on, the index behind it); -1 twice when it does not."""
+    try:
+        while True:
+            start = ids.index(wanted[0], start)
+            if ids[start : start + len(wanted)] == wanted:
+                return start, start + len(wanted)
+            start += 1
+    except ValueError:
+        return -1, -1
+
+
 def has_every_turn(conversation: Conversation, text: str) -> bool:
     """Whether the words of every turn stand in the rendered text. Templates may drop reasoning, never words."""
     for message in conversation.messages:
