@@ -29,8 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["bench"]:  # has options of its own
         return _guarded(lambda: _bench(arguments[1:]), as_json=False)
     options = _parser().parse_args(arguments)
-    options.workspace = options.workspace.expanduser()
-    return _guarded(lambda: options.command(options), options.json)
+    return _guarded(lambda: _in_workspace(options), options.json)
+
+
+def _in_workspace(options: argparse.Namespace) -> int:
+    try:
+        options.workspace = options.workspace.expanduser()
+    except RuntimeError as error:
+        raise MegaTrainError(f"{options.workspace}: {error}", "Give the workspace by its whole path.") from error
+    return options.command(options)
 
 
 def _guarded(command: Callable[[], int], as_json: bool) -> int:

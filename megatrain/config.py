@@ -59,7 +59,7 @@ class TrainConfig:
 
     num_steps: int | None = _option(None, "Steps", "Optimizer steps; empty trains for the given epochs.", min=1, max=10_000_000)
     num_epochs: float = _option(1.0, "Epochs", "Passes over the data when no number of steps is given.", min=0.01, max=1000.0)
-    global_batch_tokens: int = _option(16384, "Global batch", "Tokens per optimizer step; a multiple of the sequence length.", unit="tokens", min=16)
+    global_batch_tokens: int = _option(16384, "Global batch", "Tokens per optimizer step; a multiple of the sequence length.", unit="tokens", min=16, max=2**28)
     learning_rate: float = _option(1e-5, "Learning rate", "Peak learning rate of AdamW.", min=0.0, max=1.0)
     schedule: str = _option("cosine", "Schedule", "Course of the learning rate after warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = _option(10, "Warm-up", "Steps over which the learning rate rises from zero.", unit="steps", min=0)
@@ -77,10 +77,10 @@ class MemoryConfig:
     """What may be used of this machine; empty fields are left to the planner."""
 
     device: str = _option("auto", "Device", "`auto` takes the first GPU, else the CPU; or cpu, cuda:0, ...", advanced=True)
-    vram_limit_gib: float | None = _option(None, "VRAM limit", "The run's whole use of the graphics card stays under this.", unit="GiB", min=0.1)
-    ram_limit_gib: float | None = _option(None, "RAM limit", "Memory that the run may take.", unit="GiB", min=0.1)
+    vram_limit_gib: float | None = _option(None, "VRAM limit", "The run's whole use of the graphics card stays under this.", unit="GiB", min=0.1, max=1e6)
+    ram_limit_gib: float | None = _option(None, "RAM limit", "Memory that the run may take.", unit="GiB", min=0.1, max=1e6)
     offload_folder: str | None = _option(None, "Offload folder", "Folder on a fast disk for states that do not fit in RAM.", advanced=True)
-    disk_limit_gib: float | None = _option(None, "Disk limit", "Space that offloaded states may take.", unit="GiB", min=0.1, advanced=True)
+    disk_limit_gib: float | None = _option(None, "Disk limit", "Space that offloaded states may take.", unit="GiB", min=0.1, max=1e6, advanced=True)
     micro_batch_packs: int | None = _option(None, "Micro-batch", "Packs that run at once; empty takes what fits.", unit="packs", min=1, advanced=True)
     group_micro_batches: int | None = _option(None, "Group", "Micro-batches that share one pass over the weights; empty is planned.", unit="micro-batches", min=1, advanced=True)
     weights: str = _option("auto", "Compute weights in", "Tier of the compute weights.", choices=("auto", "vram", "ram", "nvme"), advanced=True)

@@ -228,6 +228,18 @@ def disk_slot_host_bytes(work: Work, plan: Plan) -> int:
     return sum(plan.disk_slots * (size + 2 * PAGE_BYTES) for size in largest if size)
 
 
+def disk_copy_host_bytes(work: Work, plan: Plan) -> int:
+    """What a checkpoint reads back from disk at once: the states of one block, without gradients."""
+    kept = (Kind.WEIGHTS, Kind.MASTERS, Kind.MOMENTS)
+    return max(
+        (
+            sum(state_bytes(block, kind, work) for kind in kept if placement.tier(kind) is Tier.NVME)
+            for block, placement, _ in placed(work, plan)
+        ),
+        default=0,
+    )
+
+
 def page_padding_host_bytes(work: Work, plan: Plan) -> int:
     """What is lost because every piece of host memory begins at a page: states, sums between groups, stored inputs."""
     blocks, layers = len(work.shape.blocks), len(work.shape.layers)
@@ -336,6 +348,7 @@ def ledger(work: Work, plan: Plan) -> Ledger:
         accumulator_host_bytes(work, plan)
         + update_staging_host_bytes(work, plan)
         + disk_slot_host_bytes(work, plan)
+        + disk_copy_host_bytes(work, plan)
         + page_padding_host_bytes(work, plan)
     )
     host["context"] = WORKER_BYTES_GPU if work.on_gpu else WORKER_BYTES_CPU

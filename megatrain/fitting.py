@@ -149,7 +149,7 @@ class Problem:
         packs = self.work.packs_per_step
         tokens = MICRO_BATCH_TOKENS_GPU if self.work.on_gpu else MICRO_BATCH_TOKENS_CPU
         most = max(1, tokens // self.work.sequence_length)
-        return sorted({size for count in range(1, packs + 1) if (size := -(-packs // count)) <= most}, reverse=True)
+        return sorted({-(-packs // -(-packs // size)) for size in range(1, min(most, packs) + 1)}, reverse=True)
 
     def placements(self, resident: int, weights: int, evicted: int = 0) -> tuple[Placement, ...]:
         """The first `resident` blocks wholly in VRAM, `weights` more with their compute weights there; the first `evicted`
@@ -189,9 +189,10 @@ class Problem:
 
     def _placement(self, resident: bool, weights: bool) -> Placement:
         """Explicit tiers as asked; masters and gradients otherwise stay with the device that updates the block."""
-        if not self.work.on_gpu:  # one memory; only what is streamed can be on disk
-            resident = weights = not self.may_evict
         memory = self.config.memory
+        if not self.work.on_gpu:  # one memory; only what is streamed can be on disk
+            pinned = "nvme" in (memory.weights, memory.masters, memory.grads, memory.moments)
+            resident = weights = not (self.may_evict or pinned)
         moments = _tier(memory.moments, resident)
         beside = resident and moments is Tier.VRAM
         return Placement(

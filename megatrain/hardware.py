@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.rates import GpuReadings, Rates, cpu_rates, gpu_rates, measured_rates
 from megatrain.units import GIB
 
@@ -136,12 +136,24 @@ def read_machine(workspace: Path) -> Machine:
 
 
 def with_offload(machine: Machine, workspace: Path, folder: str | None) -> Machine:
-    """`machine` with the free space of the folder that a configuration names for offloaded states."""
+    """`machine` with the free space of the folder that a configuration names for offloaded states; ConfigError when it is none."""
     if not folder:
         return machine
-    nearest, own = nearest_folder(Path(folder)), nearest_folder(workspace)
-    same = nearest.stat().st_dev == own.stat().st_dev
-    disk = shutil.disk_usage(nearest)
+    try:
+        path = Path(folder).expanduser().absolute()
+        if "\0" in folder:
+            raise ValueError("holds a character that no file name may have")
+        nearest, own = nearest_folder(path), nearest_folder(workspace)
+        in_the_way = next((part for part in path.parents if part.exists() and not part.is_dir()), None)
+        if in_the_way is not None or path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{in_the_way or path} is a file")
+        if not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{nearest} cannot be written")
+        same = nearest.stat().st_dev == own.stat().st_dev
+        disk = shutil.disk_usage(nearest)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([("memory.offload_folder", reason)], "Choose a folder on a fast disk that you may write to.") from error
     return replace(
         machine, offload_folder=folder, offload_total_bytes=disk.total, offload_free_bytes=disk.free, offload_on_workspace_disk=same
     )

@@ -77,7 +77,8 @@ def _refusal(problem: Problem, helpful: list[Suggestion]) -> PlanError:
     ):
         if need > may:
             missing[tier] = lacking = need - may + (limits.disk_debt_bytes if tier == "disk" else 0)
-            parts.append(f"it lacks {format_bytes(lacking)} of {what} (needs {format_bytes(need)}, may use {format_bytes(may)})")
+            free = f"; {format_bytes(limits.disk_reserve_bytes)} stay free for a checkpoint and for others" if tier == "disk" else ""
+            parts.append(f"it lacks {format_bytes(lacking)} of {what} (needs {format_bytes(need)}, may use {format_bytes(may)}{free})")
     message = f"{problem.work.shape.name} does not fit: " + " and ".join(parts) + "."
     hint = helpful[0].text if helpful else "No single change makes it fit: choose a smaller model, or a machine with more memory."
     return PlanError(message, hint, missing)

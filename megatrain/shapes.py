@@ -3,6 +3,7 @@
 Loads no torch: a model is inspected by a process of its own, and its answer is kept in the workspace.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -49,10 +50,11 @@ def load_shape(folder: Path, name: str, workspace: Path) -> ModelShape:
     except (OSError, ValueError, TypeError, KeyError):  # not there yet, or damaged: inspect again
         pass
     shape = _inspect(folder, name)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    temporary = cached.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(shape.to_json(), "utf-8")
-    os.replace(temporary, cached)
+    with contextlib.suppress(OSError):  # a cache; a plan can be asked for in a workspace that cannot be written
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cached.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(shape.to_json(), "utf-8")
+        os.replace(temporary, cached)
     return shape
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain import hardware, rates
-from megatrain.errors import MegaTrainError
-from megatrain.hardware import Machine, read_machine, read_ram
+from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.hardware import Machine, read_machine, read_ram, with_offload
 from megatrain.rates import GpuReadings, Rates, cpu_rates, gpu_rates, save_rates
 from megatrain.units import GIB, MIB
 from tests.shapes import H200, RTX_4090, machine
@@ -291,3 +291,17 @@ def test_a_damaged_cache_counts_as_nothing_measured(text: str, tmp_path: Path):
     save_rates(tmp_path, "cpu", Rates({}, 1, 1, 1, 1, 1))
     assert read_machine(tmp_path).cpu_rates.measured
     assert rates.rates_file(tmp_path).exists()
+
+
+@pytest.mark.parametrize("folder", ["file/inside", "file", "a\0b", "~nobody-of-this-name/x", "x" * 5000])
+def test_an_offload_folder_that_cannot_be_is_refused_by_name(folder: str, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    wanted = str(tmp_path / folder) if folder.startswith("file") else folder
+    with pytest.raises(ConfigError, match="offload_folder"):
+        with_offload(read_machine(tmp_path), tmp_path, wanted)
+
+
+def test_the_offload_folder_need_not_exist_yet(tmp_path: Path):
+    found = with_offload(read_machine(tmp_path), tmp_path, str(tmp_path / "new" / "folder"))
+    assert found.offload_free_bytes > 0
+    assert found.offload_on_workspace_disk

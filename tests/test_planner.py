@@ -11,6 +11,7 @@ from megatrain import costs, planner
 from megatrain.config import RunConfig
 from megatrain.costs import Work
 from megatrain.errors import ConfigError, PlanError
+from megatrain.fitting import Problem
 from megatrain.hardware import Machine
 from megatrain.plan import Kind, Plan, Tier
 from megatrain.shape import ModelShape
@@ -143,6 +144,21 @@ def test_every_suggestion_is_a_plan_that_fits(configuration: RunConfig, shape: M
         changed = RunConfig.from_dict(raw)  # a value that the configuration takes
         assert planner.plan(changed, shape, computer) == suggestion.plan
         assert suggestion.text.endswith(".")
+
+
+def test_a_batch_with_too_many_zeros_is_planned_at_once():
+    error = refusal(config(2**17), QWEN_1B5, machine(24, 64))
+    assert error is not None
+    assert "per group" in error.hint
+    with pytest.raises(ConfigError, match="outside"):
+        config(2**20)
+
+
+@pytest.mark.parametrize("packs", [1, 2, 7, 12, 60, 97])
+def test_micro_batches_come_in_every_useful_size(packs: int):
+    problem = Problem.of(config(packs), QWEN_1B5, machine(24, 64))
+    every = {-(-packs // count) for count in range(1, packs + 1)}
+    assert problem.micro_batch_sizes() == sorted((size for size in every if size <= 16), reverse=True)
 
 
 # ---- what is preferred -----------------------------------------------------------------------------------------------

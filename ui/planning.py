@@ -174,9 +174,9 @@ class Planning:
         machine = self.machine()
         try:
             config = form.config(raw)
+            machine = with_offload(machine, self.workspace, config.memory.offload_folder)
         except ConfigError as error:
             return Outlook(tuple(raw), None, tuple(error.problems), machine, Answer(), None)
-        machine = with_offload(machine, self.workspace, config.memory.offload_folder)
         model, data = self.model(config) if config.model.path else Answer(), self.data(config, look=False)
         if model.value is None:
             return Outlook(tuple(raw), config, (), machine, model, data)

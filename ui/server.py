@@ -49,9 +49,17 @@ class LocalOnly:
         if self.hosts is not None and host_name(host) not in self.hosts:
             return "This address is not served here."
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _place(origin) != host.lower():
             return "Calls from other pages are refused."
         return None
+
+
+def _place(origin: str) -> str:
+    """Host and port of an Origin header; empty when it is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def host_name(host: str) -> str:

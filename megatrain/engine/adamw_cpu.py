@@ -64,17 +64,26 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _load_kernel() -> Callable[..., None] | None:
-    """The compiled kernel, from numba's cache on disk where it can be written; None without numba."""
+    """The compiled kernel, from numba's cache on disk where that is sound; None where numba does not work.
+
+    It is run once here, on nothing: what numba reads, compiles and writes must not fail in the middle of an update.
+    """
     try:
         import numba
     except (ImportError, OSError) as error:
         log.warning("updates on the CPU take several times longer: numba does not load (%s)", error)
         return None
     options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(_adamw)
-    except RuntimeError:  # no folder for the cache: compiled anew in every process
-        return numba.njit(**options)(_adamw)
+    f, i = np.empty(0, np.float32), np.empty(0, np.int16)
+    for cache in (True, False):  # a cache that is damaged, full or forbidden: compiled anew in every process
+        try:
+            kernel = numba.njit(cache=cache, **options)(_adamw)
+            kernel(f, i, i, f, i, f, f, False, False, *[np.float32(1)] * 8)
+        except Exception as error:  # whatever numba stumbles over, torch's operations do the same work
+            log.warning("numba %s: %r", "cannot use its cache" if cache else "does not work, updates take several times longer", error)
+        else:
+            return kernel
+    return None
 
 
 _kernel = functools.cache(_load_kernel)

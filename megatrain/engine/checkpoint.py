@@ -105,6 +105,10 @@ class CheckpointWriter:
         self._join()
         return self.finished()
 
+    def close(self) -> None:
+        """Wait for the checkpoint being written; its failure is nobody's any more."""
+        self._join()
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
@@ -146,7 +150,7 @@ class CheckpointWriter:
         }
         try:
             with disk_errors(work, CheckpointError):
-                work.mkdir()
+                work.mkdir(parents=True)
             while untaken:
                 block = untaken[0]
                 manifest["blocks"].append(_write_block(work, len(manifest["blocks"]), block))

@@ -39,6 +39,7 @@ from megatrain.plan import Placement, Plan, Tier
 from megatrain.precision import precision_named
 
 _PAUSE_POLL_S = 0.2
+_RETRY_S = 60.0
 
 
 class Batches(Protocol):
@@ -117,6 +118,7 @@ class Trainer:
         self._writer: checkpoint.CheckpointWriter | None = None
         self._saved_step = -1
         self._saved_time = time.monotonic()
+        self._retry_time: float | None = None  # when a checkpoint that failed is tried again
         self._evaluated_step = -1
 
     @property
@@ -129,20 +131,22 @@ class Trainer:
         self._set_up()
         try:
             reason = self._loop()
-        except (MegaTrainError, torch.cuda.OutOfMemoryError, MemoryError):
+            if reason != "stopped without saving":
+                self._evaluate(due=reason == "finished")
+        except Exception:  # whatever it was: what was trained so far is worth saving
             self._save_what_can_be_saved()
             raise
-        if reason != "stopped without saving":
-            self._evaluate(due=reason == "finished")
-            if self.config.checkpoint.at_end:
-                self._save()
+        if reason != "stopped without saving" and self.config.checkpoint.at_end:
+            self._save()
         self._wait_for_writer()
         ended = Ended("finished" if reason == "finished" else "stopped", self.step)
         self.report(ended)
         return ended
 
     def close(self) -> None:
-        """Release device and host memory."""
+        """Release device and host memory, when nobody reads them any more."""
+        if self._writer is not None:
+            self._writer.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -233,7 +237,7 @@ class Trainer:
             now = time.perf_counter()
             self._report_step(batch, loss, grad_norm, rate, now - last)
             last = now
-            self._report_saved(self._writer.finished() if self._writer else None)
+            self._look_after_writer()
             if self._evaluate(due=self._is_due(self.config.evaluation.every_steps)) | self._save_if_due():
                 last = time.perf_counter()
         return "finished"
@@ -298,10 +302,12 @@ class Trainer:
     def _save_if_due(self) -> bool:
         settings = self.config.checkpoint
         minutes = (time.monotonic() - self._saved_time) / 60
+        retry = self._retry_time is not None and time.monotonic() >= self._retry_time
         if self.step >= self.job.num_steps or not (
-            self._is_due(settings.every_steps) or settings.every_minutes and minutes >= settings.every_minutes
+            retry or self._is_due(settings.every_steps) or settings.every_minutes and minutes >= settings.every_minutes
         ):
             return False
+        self._retry_time = None
         self._save()
         return True
 
@@ -331,6 +337,15 @@ class Trainer:
             "config": self.config.to_dict(),
             "layouts": [layout_record(layout) for layout in self.engine.layouts],
         }
+
+    def _look_after_writer(self) -> None:
+        """Report a checkpoint that is complete. One that failed is tried again: training need not end for it."""
+        try:
+            self._report_saved(self._writer.finished() if self._writer else None)
+        except MegaTrainError as error:
+            self._saved_step = -1
+            self._retry_time = time.monotonic() + _RETRY_S
+            self.report(Notice("warning", f"{error} Training goes on; saving is tried again every {_RETRY_S:.0f} s."))
 
     def _wait_for_writer(self) -> None:
         """Wait for the checkpoint being written, report it, and raise the writer's failure."""

@@ -110,7 +110,8 @@ def prepare(store: RunStore, parts: Parts, report: Report, cancelled: Callable[[
     _write(folder / "shape.json", shape.to_json())
     plan = _plan(store, parts, config, shape, workspace, resume)
     with_rows = replace(config, data=_own_data_set(config.data, workspace, folder))
-    data = parts.prepare_data(with_rows, model_folder, workspace / "cache" / "data", report, cancelled, _known_tokens(store, config, resume))
+    known = _known_tokens(store, config, resume)
+    data = parts.prepare_data(with_rows, model_folder, workspace / "cache" / "data", report, cancelled, known)
     _write(folder / "data.json", data.report.to_json())
     if data.report.largest_id >= shape.vocab_size:
         raise DataError(

@@ -12,11 +12,12 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import megatrain
-from megatrain.config import RunConfig
+from megatrain.config import DEMO, RunConfig
 from megatrain.errors import RunError
 from megatrain.platform import FileLock, LockHeldError, kill_group, look_at_lock, process_identity, start_detached
 from megatrain.runs.diagnose import NO_SPACE, START_MARK
@@ -50,7 +51,7 @@ def create_run(workspace: Path, config: RunConfig, client_id: str = "", origin: 
         new = runs / f".new-{folder.name}"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
-        config.save(new / "config.yaml")
+        _anchored(config).save(new / "config.yaml")
         (new / "run.json").write_text(to_json({"client_id": client_id, "created_s": time.time(), "origin": origin or {}}), "utf-8")
         RunStore.open(new, create=True)
         new.rename(folder)  # a list never shows a half-made run
@@ -110,6 +111,26 @@ def _spawn(store: RunStore, arguments: list[str]) -> int:
         raise RunError(text) from error
     store.set_fact("spawned", {"pid": pid, "identity": process_identity(pid)})
     return pid
+
+
+def _anchored(config: RunConfig) -> RunConfig:
+    """Paths that exist here, and the offload folder, made absolute: a run may be resumed from any folder."""
+
+    def absolute(path: str, if_exists: bool = True) -> str:
+        try:
+            found = Path(path).expanduser()
+            return str(found.absolute()) if path and (not if_exists or found.exists()) else path
+        except (OSError, ValueError, RuntimeError):  # no path at all
+            return path
+
+    model, data, memory = config.model, config.data, config.memory
+    if model.path != DEMO:
+        model = replace(model, path=absolute(model.path))
+    if data.path != DEMO:
+        data = replace(data, path=absolute(data.path))
+    if memory.offload_folder:
+        memory = replace(memory, offload_folder=absolute(memory.offload_folder, if_exists=False))
+    return replace(config, model=model, data=data, memory=memory)
 
 
 def resume_point(store: RunStore, name: str | None = None) -> CheckpointInfo:

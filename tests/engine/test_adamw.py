@@ -203,6 +203,17 @@ def test_moments_that_fade_become_zero_and_stay_fast(kernel: bool) -> None:
     assert not block.exp_avg_sq.any()
 
 
+def test_a_damaged_cache_of_numba_costs_no_run(tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    assert adamw_cpu._load_kernel() is not None
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for path in files:
+        path.write_bytes(b"")
+    assert files
+    assert adamw_cpu._load_kernel() is not None
+    assert "cannot use its cache" in caplog.text
+
+
 def test_without_numba_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(adamw_cpu, "_kernel", adamw_cpu._load_kernel)
     monkeypatch.setitem(sys.modules, "numba", None)

@@ -85,7 +85,7 @@ def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut:
         spare_hidden = costs.HIDDEN_SPARES * costs.micro_batch_tokens(work, plan) * shape.hidden_size * row.weight_bytes
         slack = alignment_slack(work, plan)
         assert device.taken - SCALARS <= promised <= device.taken + slack + spare_hidden, (placement, cut)
-        host = sums.ram_bytes - sums.ram["context"] - costs.update_staging_host_bytes(work, plan)
+        host = sums.ram_bytes - sums.ram["context"] - costs.update_staging_host_bytes(work, plan) - costs.disk_copy_host_bytes(work, plan)
         paging = costs.page_padding_host_bytes(work, plan) + plan.disk_slots * 10 * costs.PAGE_BYTES
         assert on_host <= host <= on_host + slack + paging, (placement, cut)
         assert on_disk <= sums.disk_bytes <= on_disk + slack + len(shape.blocks) * 6 * costs.PAGE_BYTES, (placement, cut)

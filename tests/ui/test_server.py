@@ -33,7 +33,7 @@ def test_a_foreign_host_gets_400(host):
     assert client(LOCAL).get("/", headers={"host": host}).status_code == 400
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "https://127.0.0.1:7860.evil.example"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "https://127.0.0.1:7860.evil.example", "http://["])
 def test_a_call_from_another_page_is_refused(origin):
     headers = {"host": "127.0.0.1:7860", "origin": origin}
     assert client(LOCAL).post("/", headers=headers).status_code == 400

@@ -1,0 +1,118 @@
+"""The trainer's ends: whatever fails, what was trained is saved, and a checkpoint that fails is not the end."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import RunConfig
+from megatrain.data.batch import PackedBatch
+from megatrain.engine import checkpoint, trainer
+from megatrain.engine.engine import Engine
+from megatrain.engine.events import CheckpointDone, EvalDone, Event, Notice, StepDone
+from megatrain.engine.trainer import Job, train
+from megatrain.errors import DiskFullError, TrainingError
+from megatrain.plan import Placement, Plan
+from tests.families import FAMILIES
+from tests.parity import batches
+
+STEPS = 6
+
+
+class Batches:
+    """Random packs; one of them held out."""
+
+    fingerprint = "random"
+    packs_per_step = 2
+
+    def step_batch(self, step: int) -> PackedBatch:
+        return batches(1, 2, 16, first_seed=step)[0]
+
+    def epoch(self, step: int) -> float:
+        return step / 10
+
+    def eval_batches(self, packs: int) -> list[PackedBatch]:
+        return batches(1, 1, 16, first_seed=99)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    model = FAMILIES["llama_tied"]()
+    model.architectures = ["LlamaForCausalLM"]
+    model.save_pretrained(tmp_path / "model")
+    raw = RunConfig().to_dict()
+    raw["precision"] = "fp32"
+    raw["model"] |= {"path": str(tmp_path / "model"), "from_scratch": True}
+    raw["data"]["sequence_length"], raw["train"]["global_batch_tokens"] = 16, 32
+    raw["checkpoint"] |= {"every_minutes": 0.0, "every_steps": 2, "keep": 9}
+    raw["evaluation"]["every_steps"] = 3
+    plan = Plan((Placement(),) * (model.num_hidden_layers + 2), micro_batch_packs=1, group_micro_batches=2)
+    return Job(RunConfig.from_dict(raw), plan, tmp_path / "model", tmp_path / "run", Batches(), STEPS)
+
+
+def run(job: Job, between: Callable[[int], None] = lambda step: None) -> list[Event]:
+    events: list[Event] = []
+
+    def report(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepDone):
+            between(event.step)
+
+    try:
+        train(job, report, lambda: None)
+    finally:
+        job.events = events  # type: ignore[attr-defined]
+    return events
+
+
+def saved(job: Job) -> list[int]:
+    found = checkpoint.complete(job.run_folder / "checkpoints")
+    assert all(checkpoint.verify(reader.path) == [] for reader in found)
+    return [reader.step for reader in found]
+
+
+def test_the_held_out_loss_is_measured_before_the_first_step_and_at_the_end(job: Job) -> None:
+    events = run(job)
+    assert [event.step for event in events if isinstance(event, EvalDone)] == [0, 3, 6]
+    assert saved(job) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("of the driver"), TrainingError("a bad sector")])
+def test_a_failing_evaluation_at_the_end_costs_no_step(job: Job, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Engine.evaluate
+
+    def evaluate(self: Engine, data: list[PackedBatch]) -> tuple[float, int]:
+        if armed:
+            raise error
+        return real(self, data)
+
+    armed: list[int] = []
+    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    with pytest.raises(type(error)):
+        run(job, lambda step: armed.append(step) if step == STEPS else None)
+    assert saved(job)[-1] == STEPS
+
+
+def test_a_checkpoint_that_fails_is_tried_again_and_training_goes_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failures = checkpoint._write_block, []
+
+    def write(*arguments: object) -> object:
+        if not failures:
+            failures.append(arguments)
+            raise DiskFullError("No space is left.", "Free disk space.")
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write_block", write)
+    monkeypatch.setattr(trainer, "_RETRY_S", 0.0)
+    events = run(job)
+    assert failures
+    assert [event.step for event in events if isinstance(event, StepDone)] == list(range(1, STEPS + 1))
+    assert any("No space is left" in event.text for event in events if isinstance(event, Notice))
+    assert saved(job)[-1] == STEPS
+    assert len([event for event in events if isinstance(event, CheckpointDone)]) == len(saved(job))
+
+
+def test_a_folder_of_checkpoints_that_was_deleted_is_made_again(job: Job) -> None:
+    run(job, lambda step: shutil.rmtree(job.run_folder / "checkpoints") if step == 5 else None)
+    assert saved(job)[-1] == STEPS
