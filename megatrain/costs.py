@@ -231,13 +231,8 @@ def disk_slot_host_bytes(work: Work, plan: Plan) -> int:
 def disk_copy_host_bytes(work: Work, plan: Plan) -> int:
     """What a checkpoint reads back from disk at once: the states of one block, without gradients."""
     kept = (Kind.WEIGHTS, Kind.MASTERS, Kind.MOMENTS)
-    return max(
-        (
-            sum(state_bytes(block, kind, work) for kind in kept if placement.tier(kind) is Tier.NVME)
-            for block, placement, _ in placed(work, plan)
-        ),
-        default=0,
-    )
+    blocks = placed(work, plan)
+    return max(sum(state_bytes(block, kind, work) for kind in kept if place.tier(kind) is Tier.NVME) for block, place, _ in blocks)
 
 
 def page_padding_host_bytes(work: Work, plan: Plan) -> int:
@@ -298,6 +293,14 @@ def logits_chunk_bytes(work: Work, plan: Plan) -> int:
     return rows * work.shape.vocab_size * (3 * 4 + 2 * work.precision.weight_bytes)
 
 
+DEVICE_BUFFERS = (
+    weight_slot_bytes, edge_slot_bytes, accumulator_bytes, park_ring_bytes, update_staging_bytes, update_scratch_bytes,
+)  # fmt: skip
+HOST_BUFFERS = (
+    accumulator_host_bytes, update_staging_host_bytes, disk_slot_host_bytes, disk_copy_host_bytes, page_padding_host_bytes,
+)  # fmt: skip
+
+
 # ---- the sum ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ledger:
@@ -333,24 +336,11 @@ def ledger(work: Work, plan: Plan) -> Ledger:
         + logits_chunk_bytes(work, plan)
         + (inputs if plan.inputs_tier is Tier.VRAM else 0)
     )
-    device["buffers"] = (
-        weight_slot_bytes(work, plan)
-        + edge_slot_bytes(work, plan)
-        + accumulator_bytes(work, plan)
-        + park_ring_bytes(work, plan)
-        + update_staging_bytes(work, plan)
-        + update_scratch_bytes(work, plan)
-    )
+    device["buffers"] = sum(part(work, plan) for part in DEVICE_BUFFERS)
     device["context"] = GPU_CONTEXT_BYTES if work.on_gpu else 0
     host["weights"] += weight_copy_host_bytes(work, plan)
     host["activations"] = inputs if plan.inputs_tier is Tier.RAM else 0
-    host["buffers"] = (
-        accumulator_host_bytes(work, plan)
-        + update_staging_host_bytes(work, plan)
-        + disk_slot_host_bytes(work, plan)
-        + disk_copy_host_bytes(work, plan)
-        + page_padding_host_bytes(work, plan)
-    )
+    host["buffers"] = sum(part(work, plan) for part in HOST_BUFFERS)
     host["context"] = WORKER_BYTES_GPU if work.on_gpu else WORKER_BYTES_CPU
     disk = {kind.value: size for kind in Kind if (size := disk_home_bytes(work, plan, kind))}
     if work.on_gpu:

@@ -48,7 +48,7 @@ def nested(values):
 def test_round_trip(chosen):
     length = min(chosen["data.sequence_length"], 4096)
     chosen |= {"data.sequence_length": length, "train.global_batch_tokens": 8 * length, "checkpoint.at_end": True,
-               "memory.micro_batch_packs": None}  # fmt: skip
+               "memory.micro_batch_packs": None, "memory.offload_folder": "/fast"}  # fmt: skip
     config = RunConfig.from_dict(nested(chosen))
     assert form.config(form.values(config)) == config
 
