@@ -313,9 +313,9 @@ class Trainer:
 
     def _save(self) -> None:
         """Start writing the state after `step` updates; training goes on, each block's next update waits for the writer."""
+        self._look_after_writer(wait=True)  # a failure of the one before must not keep this one from being written
         if self._writer is None or self._saved_step == self.step:
             return
-        self._wait_for_writer()
         self.engine.finish()
         self.report(Phase("save"))
         gates = {index: threading.Event() for index in range(len(self.engine.layouts))}
@@ -338,10 +338,12 @@ class Trainer:
             "layouts": [layout_record(layout) for layout in self.engine.layouts],
         }
 
-    def _look_after_writer(self) -> None:
+    def _look_after_writer(self, wait: bool = False) -> None:
         """Report a checkpoint that is complete. One that failed is tried again: training need not end for it."""
+        if self._writer is None:
+            return
         try:
-            self._report_saved(self._writer.finished() if self._writer else None)
+            self._report_saved(self._writer.wait() if wait else self._writer.finished())
         except MegaTrainError as error:
             self._saved_step = -1
             self._retry_time = time.monotonic() + _RETRY_S
@@ -362,7 +364,7 @@ class Trainer:
             if self._engine is not None:
                 self._save()
                 self._wait_for_writer()
-        except (MegaTrainError, RuntimeError, MemoryError, OSError) as error:
+        except Exception as error:  # the failure that came first is the one to be told
             self.report(Notice("warning", f"The state could not be saved after the failure: {error}"))
 
 

@@ -1,6 +1,7 @@
 """The trainer's ends: whatever fails, what was trained is saved, and a checkpoint that fails is not the end."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from megatrain.config import RunConfig
 from megatrain.data.batch import PackedBatch
 from megatrain.engine import checkpoint, trainer
+from megatrain.engine.checkpoint import CheckpointWriter
 from megatrain.engine.engine import Engine
 from megatrain.engine.events import CheckpointDone, EvalDone, Event, Notice, StepDone
 from megatrain.engine.trainer import Job, train
@@ -111,6 +113,31 @@ def test_a_checkpoint_that_fails_is_tried_again_and_training_goes_on(job: Job, m
     assert any("No space is left" in event.text for event in events if isinstance(event, Notice))
     assert saved(job)[-1] == STEPS
     assert len([event for event in events if isinstance(event, CheckpointDone)]) == len(saved(job))
+
+
+def test_a_checkpoint_that_failed_unseen_does_not_cost_the_last_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails when the last step is over: nobody has looked at it before the last checkpoint is due."""
+    real_write, real_wait = checkpoint._write_block, CheckpointWriter.wait
+    may_fail, trained = threading.Event(), []
+
+    def write(folder: Path, *arguments: object) -> object:
+        if folder.name.endswith("00000004"):
+            assert may_fail.wait(60)
+            raise DiskFullError("No space is left.", "Free disk space.")
+        return real_write(folder, *arguments)
+
+    def wait(writer: CheckpointWriter) -> CheckpointDone | None:
+        if trained:
+            may_fail.set()
+        return real_wait(writer)
+
+    monkeypatch.setattr(checkpoint, "_write_block", write)
+    monkeypatch.setattr(CheckpointWriter, "wait", wait)
+    monkeypatch.setattr(Batches, "eval_batches", lambda *_: [])  # an evaluation needs the blocks that the writer holds
+    job.num_steps = 5
+    events = run(job, lambda step: trained.append(step) if step == 5 else None)
+    assert any("No space is left" in event.text for event in events if isinstance(event, Notice))
+    assert saved(job) == [2, 5]
 
 
 def test_a_folder_of_checkpoints_that_was_deleted_is_made_again(job: Job) -> None:
