@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.engine import adamw_cpu
+from megatrain.engine.adamw_cpu import Scalars, States
 from megatrain.engine.codecs import merge_master, split_master
 from megatrain.models.blocks import BlockLayout
 
@@ -30,12 +31,18 @@ class Update:
     eps: float
     weight_decay: float
 
-    def scalars(self, decay: bool) -> tuple[float, float, float, float, float, float, float, float]:
-        """What the update of one element takes: clip, keep, rate1, beta2, rate2, step_size, root, eps."""
-        keep = 1 - self.learning_rate * self.weight_decay if decay else 1.0
-        step_size = self.learning_rate / (1 - self.beta1**self.count)
-        root = math.sqrt(1 - self.beta2**self.count)
-        return self.clip, keep, 1 - self.beta1, self.beta2, 1 - self.beta2, step_size, root, self.eps
+    def scalars(self, decay: bool) -> Scalars:
+        """The numbers of this update, with or without weight decay."""
+        return Scalars(
+            clip=self.clip,
+            keep=1 - self.learning_rate * self.weight_decay if decay else 1.0,
+            rate1=1 - self.beta1,
+            beta2=self.beta2,
+            rate2=1 - self.beta2,
+            step_size=self.learning_rate / (1 - self.beta1**self.count),
+            root=math.sqrt(1 - self.beta2**self.count),
+            eps=self.eps,
+        )
 
 
 def update_block(
@@ -53,54 +60,39 @@ def update_block(
     grads: [numel] bf16 or fp32, kept. exp_avg, exp_avg_sq: [numel] fp32.
     """
     segment_a, segment_b = layout.segment_a(weights), layout.segment_b(weights)
-    for first, last, decay in layout.decay_ranges():
-        in_a = first < layout.numel_a
-        place = slice(first, last) if in_a else slice(first - layout.numel_a, last - layout.numel_a)
-        params, rests = (segment_a[place], masters[place] if masters is not None else None) if in_a else (segment_b[place], None)
-        states = grads[first:last], exp_avg[first:last], exp_avg_sq[first:last]
+    for first, last, decay in layout.decay_ranges():  # none reaches from one segment into the other
+        rests = None
+        if first >= layout.numel_a:
+            params = segment_b[first - layout.numel_a : last - layout.numel_a]
+        else:
+            params = segment_a[first:last]
+            rests = None if masters is None else masters[first:last]
+        states = States(params, rests, grads[first:last], exp_avg[first:last], exp_avg_sq[first:last])
         scalars = update.scalars(decay)
-        if weights.device.type != "cpu" or not adamw_cpu.update_range(params, rests, *states, scalars):
-            _update_range(params, rests, *states, scalars)
+        if weights.device.type != "cpu" or not adamw_cpu.update_range(states, scalars):
+            _update_range(states, scalars)
 
 
-def _update_range(
-    params: torch.Tensor,
-    rests: torch.Tensor | None,
-    grads: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scalars: tuple[float, ...],
-) -> None:
-    """As adamw_cpu.update_range, in torch's operations."""
-    clip, *numbers = scalars
-    piece = _PIECE_PER_THREAD * torch.get_num_threads() if params.device.type == "cpu" else DEVICE_PIECE
-    for start in range(0, len(params), piece):
+def _update_range(states: States, scalars: Scalars) -> None:
+    """As adamw_cpu.update_range, in torch's operations on any device."""
+    on_cpu = states.params.device.type == "cpu"
+    piece = _PIECE_PER_THREAD * torch.get_num_threads() if on_cpu else DEVICE_PIECE
+    for start in range(0, len(states.params), piece):
         place = slice(start, start + piece)
-        gradient = grads[place].float()
-        if clip != 1.0:
-            gradient = gradient * clip
-        master = params[place] if rests is None else merge_master(params[place], rests[place])
-        _adamw(master, gradient, exp_avg[place], exp_avg_sq[place], *numbers)
+        params, rests, grads, exp_avg, exp_avg_sq = (None if state is None else state[place] for state in states)
+        gradient = grads.float()
+        if scalars.clip != 1.0:
+            gradient = gradient * scalars.clip
+        master = params if rests is None else merge_master(params, rests)
+        _adamw(master, gradient, exp_avg, exp_avg_sq, scalars)
         if rests is not None:
-            split_master(master, params[place], rests[place])
+            split_master(master, params, rests)
 
 
-def _adamw(
-    param: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    keep: float,
-    rate1: float,
-    beta2: float,
-    rate2: float,
-    step_size: float,
-    root: float,
-    eps: float,
-) -> None:
-    if keep != 1.0:
-        param.mul_(keep)
-    exp_avg.lerp_(gradient, rate1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=rate2)
-    denominator = (exp_avg_sq.sqrt() / root).add_(eps)
-    param.addcdiv_(exp_avg, denominator, value=-step_size)
+def _adamw(param: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scalars: Scalars) -> None:
+    if scalars.keep != 1.0:
+        param.mul_(scalars.keep)
+    exp_avg.lerp_(gradient, scalars.rate1)
+    exp_avg_sq.mul_(scalars.beta2).addcmul_(gradient, gradient, value=scalars.rate2)
+    denominator = (exp_avg_sq.sqrt() / scalars.root).add_(scalars.eps)
+    param.addcdiv_(exp_avg, denominator, value=-scalars.step_size)

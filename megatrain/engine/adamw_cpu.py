@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,22 +20,35 @@ _PIECE = 1 << 18  # elements of one task: long against handing it over, short en
 log = logging.getLogger(__name__)
 
 
-def update_range(
-    params: torch.Tensor,
-    rests: torch.Tensor | None,
-    grads: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scalars: tuple[float, ...],
-) -> bool:
-    """Update n parameters in place; False, with nothing done, where numba does not work.
+class States(NamedTuple):
+    """n parameters and what belongs to them; contiguous, on one device."""
 
-    params: [n] fp32, or [n] bf16 halves with rests: [n] int16 (see codecs). grads: [n] bf16 or fp32, kept.
-    exp_avg, exp_avg_sq: [n] fp32. scalars: those of `adamw.Update.scalars`. All contiguous, on the CPU.
-    """
+    params: torch.Tensor  # [n] fp32, or bf16 halves
+    rests: torch.Tensor | None  # [n] int16 beside halves (see codecs)
+    grads: torch.Tensor  # [n] bf16 or fp32, kept
+    exp_avg: torch.Tensor  # [n] fp32
+    exp_avg_sq: torch.Tensor  # [n] fp32
+
+
+class Scalars(NamedTuple):
+    """The numbers of one update, the same for every element."""
+
+    clip: float  # factor of the gradient
+    keep: float  # factor of the parameter: 1 - learning rate * weight decay
+    rate1: float  # 1 - beta1
+    beta2: float
+    rate2: float  # 1 - beta2
+    step_size: float  # learning rate / (1 - beta1^count)
+    root: float  # sqrt(1 - beta2^count)
+    eps: float
+
+
+def update_range(states: States, scalars: Scalars) -> bool:
+    """Update parameters on the CPU in place; False, with nothing done, where numba does not work."""
     kernel = _kernel()
     if kernel is None:
         return False
+    params, rests, grads, exp_avg, exp_avg_sq = states
     nothing16, nothing32 = np.empty(0, np.int16), np.empty(0, np.float32)
     split, narrow = rests is not None, grads.dtype is torch.bfloat16
     arrays = (

@@ -11,7 +11,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -178,7 +178,7 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         for lane, last in self._last.items():
             start = time.perf_counter()
-            wait([last])
+            last.exception()  # waits for the lane; what failed on it is raised below
             self.waits_s[_WAITS[lane]] += time.perf_counter() - start
         torch.cuda.synchronize(self.torch_device)
         if self._failures:

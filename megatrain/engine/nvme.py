@@ -2,8 +2,8 @@
 
 A state on disk is read into a slot of host memory, used there like a state in RAM, and written back when it has changed.
 Reads and writes are launched on lanes of their own, so the hand-over of slots orders them like every other memory. A
-kind of state has a ring of `num_slots` slots, each as large as the largest block that keeps this kind on disk; blocks
-take turns, so a slot is written again `num_slots` blocks later.
+kind of state has a ring of slots (Plan.disk_slots), each as large as the largest block that keeps this kind on disk;
+blocks take turns.
 
 The file has no name and all of its space from the start (platform.open_scratch): a crashed run leaves nothing behind, and
 a full disk is noticed before the first step. Requests are aligned, so that they pass the page cache where the system
@@ -138,20 +138,18 @@ class DiskTier:
             self._device.release(lane, slot.buffer)
             slot.block = None
 
-    def forget(self, name: str, block: int) -> None:
-        """The home was changed by `set`: what a slot holds is old."""
-        slot = self._find(name, block)
-        if slot is not None:
-            slot.block = None
-
-    def get(self, home: DiskState) -> torch.Tensor:
+    def get(self, name: str, block: int) -> torch.Tensor:
         """The state itself, in new memory. For between steps and for threads: nothing may be writing to this home."""
+        home = self._homes[name][block]
         whole = aligned_bytes(disk_bytes(home.tensor.nbytes))
         self.file.read(home.offset, whole)
         return whole[: home.tensor.nbytes].view(home.tensor.dtype)
 
-    def set(self, home: DiskState, value: torch.Tensor) -> None:
+    def set(self, name: str, block: int, value: torch.Tensor) -> None:
         """Overwrite a state. Nothing may be reading or writing this home."""
+        home, slot = self._homes[name][block], self._find(name, block)
+        if slot is not None:  # what it holds is old
+            slot.block = None
         whole = aligned_bytes(disk_bytes(home.tensor.nbytes))
         whole[: home.tensor.nbytes].view(home.tensor.dtype).copy_(value)
         self.file.write(home.offset, whole)

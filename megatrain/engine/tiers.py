@@ -41,11 +41,6 @@ class BlockStates:
     def tier(self, name: str) -> Tier:
         return self.placement.tier(_kind(name))
 
-    @property
-    def on_disk(self) -> bool:
-        """Whether any state lives on disk."""
-        return any(self.placement.tier(kind) is Tier.NVME for kind in Kind)
-
 
 @dataclass(frozen=True)
 class _Spec:
@@ -185,7 +180,7 @@ class StateStore:
         """A state on the CPU, None when the block has none of this name. What lives in RAM is returned as it is, not copied."""
         buffer = self.blocks[index].buffer(name)
         if isinstance(buffer, DiskState):
-            return self._on_disk.get(buffer)
+            return self._on_disk.get(name, index)
         return None if buffer is None else buffer.tensor.cpu()
 
     def set(self, index: int, name: str, value: torch.Tensor) -> None:
@@ -195,8 +190,7 @@ class StateStore:
         if buffer is None:
             raise ValueError(f"{block.layout.name} has no state {name}")
         if isinstance(buffer, DiskState):
-            self._on_disk.set(buffer, value)
-            self._on_disk.forget(name, index)
+            self._on_disk.set(name, index, value)
             return
         buffer.tensor.copy_(value)
         if name == "weights" and block.host_weights is not None and block.host_weights is not buffer:

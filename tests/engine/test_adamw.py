@@ -10,6 +10,7 @@ import torch
 
 from megatrain.engine import adamw, adamw_cpu
 from megatrain.engine.adamw import Update, update_block
+from megatrain.engine.adamw_cpu import States
 from megatrain.engine.codecs import merge_master, split_master
 from megatrain.models.blocks import BlockLayout, lay_out
 
@@ -187,16 +188,16 @@ def test_states_may_begin_at_any_element(gradient_dtype: torch.dtype) -> None:
     params, grads, first, second = (state[k : k + 1033] for k, state in enumerate(flat))
     expected = [state.clone() for state in (params, first, second)]
     scalars = update_at(3).scalars(decay=True)
-    adamw._update_range(expected[0], None, grads.clone(), expected[1], expected[2], scalars)
-    if not adamw_cpu.update_range(params, None, grads, first, second, scalars):
-        adamw._update_range(params, None, grads, first, second, scalars)
+    adamw._update_range(States(expected[0], None, grads.clone(), expected[1], expected[2]), scalars)
+    states = States(params, None, grads, first, second)
+    if not adamw_cpu.update_range(states, scalars):
+        adamw._update_range(states, scalars)
     for state, value in zip((params, first, second), expected, strict=True):
         torch.testing.assert_close(state, value, rtol=1e-6, atol=2e-7)
 
 
+@pytest.mark.parametrize("kernel", ["kernel"], indirect=True)  # without it torch's own threads decide
 def test_moments_that_fade_become_zero_and_stay_fast(kernel: bool) -> None:
-    if not kernel:
-        pytest.skip("torch's own threads decide")
     block = Block(layout_of([64], torch.float32))
     block.exp_avg_sq.fill_(1.2e-38)  # the smallest normal number, nearly
     block.update(update_at(1))
