@@ -5,6 +5,7 @@ I/O (tmpfs), files that cannot be replaced while open (Windows), memory that can
 simulate the refusals by replacing the small `_system_*` functions at the end of this file.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -66,6 +67,16 @@ def start_detached(arguments: list[str], log: Path, environment: dict[str, str] 
 
     threading.Thread(target=reap, name=f"reap {pid}", daemon=True).start()
     return pid
+
+
+def stop_child(process: subprocess.Popen[str]) -> None:
+    """Ends a helper process of ours and closes what leads to it."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def kill_group(pid: int, identity: str) -> bool:

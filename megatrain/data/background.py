@@ -13,6 +13,7 @@ from megatrain.config import DataConfig
 from megatrain.data.cache import Shards, open_shards
 from megatrain.data.tokenise import request
 from megatrain.errors import DataError
+from megatrain.platform import stop_child
 
 
 class Tokeniser:
@@ -48,12 +49,7 @@ class Tokeniser:
                             self.hint or "Start again: what it has done so far is kept.")  # fmt: skip
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        stop_child(self._process)
 
 
 class GrowingShards:

@@ -34,6 +34,7 @@ from typing import Any
 from megatrain.config import RunConfig
 from megatrain.data import recipes
 from megatrain.errors import DataError
+from megatrain.platform import stop_child
 
 _POLL_S = 0.1
 START_S, ANSWER_S = 120.0, 60.0
@@ -115,12 +116,7 @@ class Preview:
             raise DataError("The process of the preview has ended.", "Open the data again.") from error
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        stop_child(self._process)
 
     def __enter__(self) -> "Preview":
         return self

@@ -1,6 +1,6 @@
 """Chat templates: the tokenizer's own, one by name, or one that the user wrote.
 
-The named ones are those that the model families were published with, without tools. They are for tokenizers that come
+The named ones write the formats that the model families document, without tools. They are for tokenizers that come
 without a template; their special tokens should be in the tokenizer's vocabulary (what is not is written as plain text).
 """
 
