@@ -145,6 +145,17 @@ def test_a_click_before_the_page_has_settled_counts(page: Page, dashboard):
     assert "view=runs" in page.url
 
 
+def test_a_key_while_the_page_loads_does_not_lose_the_link(page: Page, dashboard):
+    run = dashboard.run("linked").start(20).train(20)
+    page.goto(dashboard.link("monitor", run), wait_until="commit")
+    for _ in range(10):
+        page.keyboard.press("Shift")
+        page.wait_for_timeout(50)
+    page.locator(PLOT).first.wait_for()
+    expect(page.get_by_role("tab", name="Monitor")).to_have_attribute("aria-selected", "true", **PATIENCE)
+    assert "view=monitor" in page.url
+
+
 def test_the_chart_bar_is_remembered(page: Page, dashboard):
     run = dashboard.run().start(700).train(700)
     open_run(page, dashboard, run)

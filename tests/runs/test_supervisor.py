@@ -454,3 +454,17 @@ def test_the_worker_gets_arguments_as_a_list_and_the_environment(workspace, monk
     supervisor.start_worker(store)
     wait_until(store, RunState.CRASHED)
     assert json.loads(out.read_text("utf-8")) == [[str(store.folder.resolve())], "3", "PCI_BUS_ID"]
+
+
+def test_paths_of_a_run_hold_from_any_folder(workspace, tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("{}", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    raw = RunConfig().to_dict()
+    raw["data"]["path"], raw["memory"]["offload_folder"] = "rows.jsonl", "fast/disk"
+    made = RunConfig.load(supervisor.create_run(workspace, RunConfig.from_dict(raw)).folder / "config.yaml")
+    assert made.data.path == str(tmp_path / "rows.jsonl")
+    assert made.memory.offload_folder == str(tmp_path / "fast" / "disk")
+    assert made.model.path == "demo"
+    raw["data"]["path"], raw["model"]["path"] = "owner/rows", "owner/model"
+    made = RunConfig.load(supervisor.create_run(workspace, RunConfig.from_dict(raw)).folder / "config.yaml")
+    assert (made.data.path, made.model.path) == ("owner/rows", "owner/model")

@@ -214,3 +214,18 @@ class TestBackground:
                 pass
         assert not background.knows(0)
         assert background.knows(9)
+
+
+def test_an_offload_folder_that_cannot_be_is_named(planned, tmp_path):
+    (tmp_path / "file").write_text("")
+    outlook = planned(SMALL, memory__offload_folder=str(tmp_path / "file" / "inside"))
+    assert "Offload folder" in outlook.missing
+    assert "is a file" in unescape(plan_view.panel(outlook))
+
+
+def test_states_on_disk_are_shown_with_their_room(planned, tmp_path):
+    outlook = planned(SMALL, memory__offload_folder=str(tmp_path), memory__moments="nvme")
+    assert outlook.missing == ""
+    bar = next(bar for bar in plan_view.bars(outlook.fit.need, outlook) if bar.name == "disk")
+    assert bar.parts["moments"] > 0
+    assert "what RAM lacks lives on disk" in plan_view.panel(outlook)

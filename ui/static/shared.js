@@ -39,6 +39,7 @@ window.MegaTrain = (() => {
   }
 
   function openPage(name) {
+    settled = true;
     document.getElementById(`page-${name}-button`)?.click();
   }
 
@@ -65,9 +66,12 @@ window.MegaTrain = (() => {
   }
   /** The dashboard says which page the address means: it may name none, or one that does not exist. */
   function land(view) { if (!settled) landing = view; }
-  for (const use of ['pointerdown', 'keydown']) {
-    document.addEventListener(use, event => { if (event.isTrusted) settled = true; }, {capture: true});
+  /* Choosing another page always counts; any other use of the page does as soon as it is the one that the address means. */
+  function used(event) {
+    const button = landing && document.getElementById(`page-${landing}-button`);
+    if (event.isTrusted && (!landing || (button && isShown(button)) || event.target.closest?.('[role=tab]'))) settled = true;
   }
+  for (const use of ['pointerdown', 'keydown']) document.addEventListener(use, used, {capture: true});
   new MutationObserver(() => settled && settle()).observe(document, {subtree: true, attributeFilter: ['aria-selected']});
   hold();
 
