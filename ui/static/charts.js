@@ -4,7 +4,15 @@ const texts = props.texts, stored = 'megatrain.charts';
 const defaults = {axis: 'step', window: 'all', smoothing: 20, log: false};
 const settings = {...defaults, ...saved()};
 const slots = {};
-let run = '', seen = '', zoom = null, drawing = 0;
+let run = '', seen = '', zoom = null, drawing = 0, wish = 0;
+
+/* All figures anew. What is on its way was asked for before, and is left out when it comes. */
+function renew() {
+  wish += 1;
+  seen = '';
+  refresh();
+}
+
 
 function saved() {
   try { return JSON.parse(localStorage.getItem(stored)) || {}; } catch { return {}; }
@@ -13,8 +21,7 @@ function changed(part, keepZoom) {
   Object.assign(settings, part);
   try { localStorage.setItem(stored, JSON.stringify(settings)); } catch { /* private window: the choice lasts until it is closed */ }
   if (!keepZoom) zoom = null;
-  seen = '';
-  refresh();
+  renew();
 }
 
 /* The bar above the charts. */
@@ -80,8 +87,7 @@ const config = {responsive: true, displaylogo: false, displayModeBar: false, dou
 function setZoom(range) {                     // all charts share one x range; detail for it comes with the next reply
   zoom = range;
   unzoom.disabled = !zoom;
-  seen = '';
-  refresh();
+  renew();
 }
 function listen(plot) {
   plot.on('plotly_relayout', change => {
@@ -132,18 +138,18 @@ const refresh = poll(element, async () => {
   if (wanted !== run && wanted) { run = wanted; seen = ''; zoom = null; unzoom.disabled = true; say('megatrain:other-run', {run}); }
   const request = {run, seen, ...settings, zoom};
   say('megatrain:ask', request);              // other widgets add what they want to know
-  const asked = zoom;
+  const asked = wish;
   const reply = await server.poll(request);
   element.classList.toggle('lost', !reply);
   if (!reply || reply.again || wanted !== selected()) return 1000;     // the run may have changed meanwhile
   say('megatrain:run', reply);
   if (!wanted) run = reply.run || '';       // nothing was chosen: the server took the live or the newest run
-  if (reply.figures && asked === zoom) {
+  if (reply.figures && asked === wish) {
     seen = reply.seen;
     await draw(reply.figures);
   }
   return reply.idle ? 5000 : 1000;
 });
 window.MegaTrain.hear(element, 'megatrain:refresh', refresh);
-new MutationObserver(() => { seen = ''; refresh(); }).observe(document.body, {attributes: true, attributeFilter: ['class']});
-watch('value', () => { seen = ''; refresh(); });
+new MutationObserver(renew).observe(document.body, {attributes: true, attributeFilter: ['class']});
+watch('value', renew);

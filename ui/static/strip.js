@@ -59,7 +59,7 @@ watch('value', refresh);
 
 /* Keys: g and a letter for a page, p pauses or continues, ? shows this list. Never while somebody types. */
 const pages = {n: 'new_run', m: 'monitor', r: 'runs'};
-let leader = 0;
+let leader = -Infinity;
 const typing = event => event.ctrlKey || event.metaKey || event.altKey
   || event.target.closest('input, textarea, select, [contenteditable], dialog') !== null;
 function keyList() {
@@ -75,9 +75,10 @@ function onKey(event) {
   if (!element.isConnected) { document.removeEventListener('keydown', onKey); return; }
   if (typing(event)) return;
   const key = event.key.toLowerCase();
-  if (Date.now() - leader < 1000 && pages[key]) window.MegaTrain.openPage(pages[key]);
+  if (event.timeStamp - leader < 1000 && pages[key])   // when the keys were pressed: a busy page hears of them late
+    window.MegaTrain.openPage(pages[key]);
   else if (key === 'p') actions.querySelector("[data-action='pause'], [data-action='continue']")?.click();
   else if (key === '?') keyList();
-  leader = key === 'g' ? Date.now() : 0;
+  leader = key === 'g' ? event.timeStamp : -Infinity;
 }
 document.addEventListener('keydown', onKey);
