@@ -19,6 +19,7 @@ from megatrain.engine.gradients import GradientFlow
 from megatrain.engine.optimizer import Optimizer
 from megatrain.engine.schedule import Do, Op, forward_ops, split_groups, step_ops
 from megatrain.engine.slots import BoundWeights, WeightCache
+from megatrain.models.attention import document_boundaries
 from megatrain.models.loss import chunked_loss, chunked_loss_backward
 from megatrain.models.skeleton import LayerCall, Recording, Skeleton
 from megatrain.models.template import Template
@@ -38,6 +39,7 @@ class MicroBatch:
     position_ids: torch.Tensor = _UNSET  # [P, S] int64
     labels: torch.Tensor = _UNSET  # [P * S] int64
     rows: torch.Tensor = _UNSET  # [R] int64: positions with a label
+    boundaries: torch.Tensor = _UNSET  # [N + 1] int32: where documents begin
     calls: list[LayerCall] = field(default_factory=list)
     extras: list[torch.Tensor] = field(default_factory=list)  # tensors besides hidden states that carry gradient
     extra_grads: list[torch.Tensor | None] = field(default_factory=list)
@@ -143,6 +145,7 @@ class StepRunner:
         micro_batch = MicroBatch(*part.input_ids.shape, number=number)
         arrays = {"input_ids": part.input_ids, "position_ids": part.position_ids, "labels": labels}
         arrays["rows"] = np.flatnonzero(labels != IGNORE_INDEX)
+        arrays["boundaries"] = document_boundaries(part.position_ids)
 
         def work() -> None:
             for name, array in arrays.items():
@@ -187,7 +190,7 @@ class StepRunner:
         def work() -> None:
             self._reseed(0, micro_batch)
             with torch.set_grad_enabled(self._training), self._skeleton.bound(weights.params, head=False):
-                recording = self._skeleton.record(micro_batch.input_ids, micro_batch.position_ids)
+                recording = self._skeleton.record(micro_batch.input_ids, micro_batch.position_ids, micro_batch.boundaries)
             micro_batch.extras = [t.detach() for t in carrying_gradient(recording)]
             micro_batch.extra_grads = [None] * len(micro_batch.extras)
             replaced = {id(old): new for old, new in zip(carrying_gradient(recording), micro_batch.extras, strict=True)}
@@ -288,7 +291,7 @@ class StepRunner:
         def work() -> None:
             self._reseed(0, micro_batch)
             with torch.enable_grad(), self._skeleton.bound(weights.params, head=False):
-                recording = self._skeleton.record(micro_batch.input_ids, micro_batch.position_ids)
+                recording = self._skeleton.record(micro_batch.input_ids, micro_batch.position_ids, micro_batch.boundaries)
                 roots, grads = [recording.hidden], [self._view(gradient, micro_batch)]
                 for root, grad in zip(carrying_gradient(recording), micro_batch.extra_grads, strict=True):
                     if grad is not None:

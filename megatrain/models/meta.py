@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatrain.errors import UnsupportedModelError
+from megatrain.models.attention import PACKED
 from megatrain.models.weights import kept_in_fp32
 
 
@@ -51,8 +52,10 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_meta_model(config: PretrainedConfig, dtype: torch.dtype, packed: bool = False) -> PreTrainedModel:
     """The causal LM of `config` with meta parameters and real CPU buffers, in training mode, attention as it supports it.
+
+    packed: attention over packed documents (see `attention`) where transformers says that the model could do it.
 
     `config` is not changed. UnsupportedModelError when transformers has no causal LM for it.
     """
@@ -65,7 +68,7 @@ def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
         )
     with _parameters_on_meta():
         try:
-            model = _from_config(config, dtype)
+            model = _from_config(config, dtype, packed)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
             reason = " ".join(str(error).split())[:200]
             message = f"transformers cannot build this {config.model_type} model: {reason}"
@@ -81,7 +84,11 @@ def build_meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
     return model.train()
 
 
-def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _from_config(config: PretrainedConfig, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
+    if packed:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=PACKED)
+        if model._supports_flash_attn and not _beyond_sdpa(model):
+            return model
     try:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     except (ValueError, ImportError):  # transformers refuses SDPA where it lacks something the model needs

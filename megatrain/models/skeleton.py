@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megatrain.errors import UnsupportedModelError
+from megatrain.models.attention import LARGEST_HEAD, PACKED, LayerSeen, document_boundaries, recording_with, watching_layers
 from megatrain.models.blocks import BlockLayout, lay_out
 from megatrain.models.meta import build_meta_model
 from megatrain.models.template import kind_key
@@ -40,6 +41,11 @@ class Recording:
 
     hidden: torch.Tensor  # [P, S, D] input of layer 0
     calls: list[LayerCall] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)  # of packed attention: (boundaries, window)
+
+
+class _NotPackedError(Exception):
+    """The model's attention is more than documents and a window."""
 
 
 class _Recorded(Exception):
@@ -88,9 +94,16 @@ class Skeleton:
     """
 
     def __init__(self, config: PretrainedConfig, compute_dtype: torch.dtype) -> None:
-        self.model = build_meta_model(config, compute_dtype)
-        self.config = self.model.config
         self.compute_dtype = compute_dtype
+        try:
+            self._cut(build_meta_model(config, compute_dtype, packed=True))
+        except _NotPackedError:
+            self._cut(build_meta_model(config, compute_dtype))
+
+    def _cut(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = self.model.config
+        self.packed = self.config._attn_implementation == PACKED  # layers get boundaries of documents, not masks
         self.layer_path = find_layers(self.model)
         parent_path, _, self._list_name = self.layer_path.rpartition(".")
         self._parent = self.model.get_submodule(parent_path)
@@ -160,17 +173,38 @@ class Skeleton:
     def _trial_recording(self) -> Recording:
         """Record a pack of two documents; finds out what this model's layers return and how it takes documents apart."""
         ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
-        for self._returns_tuple, self._own_masks in itertools.product((False, True), ("no", "per layer type", "one")):
+        own_masks = ("no",) if self.packed else ("no", "per layer type", "one")
+        for self._returns_tuple, self._own_masks in itertools.product((False, True), own_masks):
             try:
                 recording = self.record(ids, positions)
             except (AttributeError, TypeError, IndexError, ValueError, RuntimeError, KeyError, NotImplementedError):
                 continue
-            if all(_keeps_documents_apart(call) for call in recording.calls):
+            if self.packed and self._attends_in_documents(recording):
                 return recording
+            if not self.packed and all(_keeps_documents_apart(call) for call in recording.calls):
+                return recording
+        if self.packed:
+            raise _NotPackedError
         raise UnsupportedModelError(
             f"{type(self.model).__name__}: its layers are not called once each, in order, on hidden states,"
             " or attention would cross the documents of a pack."
         )
+
+    def _attends_in_documents(self, recording: Recording) -> bool:
+        """Whether a layer of every kind gives its attention the mask that it got, and the window that this mask means."""
+        windows = {id(mask): window for mask, window in recording.masks}
+        for layer, call in {kind_key(layer): (layer, call) for layer, call in zip(self.layers, recording.calls, strict=True)}.values():
+            args, kwargs = _on_meta((call.args, call.kwargs), windows)
+            hidden = torch.empty_like(recording.hidden, device="meta")
+            if call.hidden_keyword is None:
+                args = (hidden, *args)
+            else:
+                kwargs[call.hidden_keyword] = hidden
+            with watching_layers() as seen, contextlib.suppress(LayerSeen, RuntimeError, TypeError, NotImplementedError):
+                layer(*args, **kwargs)
+            if len(seen) != 1 or seen[0].head_size > LARGEST_HEAD or windows.get(id(seen[0].mask), -1) != seen[0].window:
+                return False
+        return True
 
     def _lay_out_blocks(self) -> list[BlockLayout]:
         params = self._meta_params
@@ -262,11 +296,22 @@ class Skeleton:
     def _packed(self, hidden: torch.Tensor) -> Any:
         return (hidden, None) if self._returns_tuple else hidden
 
-    def record(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Recording:
+    def record(self, input_ids: torch.Tensor, position_ids: torch.Tensor, boundaries: torch.Tensor | None = None) -> Recording:
         """Run the model up to its layers. input_ids, position_ids: [P, S] int64 on the buffers' device.
 
-        Documents in a row are told apart by positions that restart. Uses the bound embedding parameters.
+        Documents in a row are told apart by positions that restart; `boundaries` says the same (see
+        `attention.document_boundaries`), and is read off the positions when it is missing. Uses the bound embedding parameters.
         """
+        if self.packed:
+            if boundaries is None:
+                boundaries = torch.from_numpy(document_boundaries(position_ids.cpu().numpy())).to(position_ids.device)
+            with recording_with(boundaries) as masks:
+                recording = self._record(input_ids, position_ids)
+            recording.masks = masks
+            return recording
+        return self._record(input_ids, position_ids)
+
+    def _record(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Recording:
         self._recording = Recording(hidden=input_ids)
         inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if self._accepts_positions:
@@ -301,7 +346,8 @@ class Skeleton:
             inputs["position_ids"] = ids
         self._final_hidden = rows
         try:
-            return self.model(**inputs).logits[:, 0]
+            with recording_with(ids):  # nothing attends here: any tensor will do
+                return self.model(**inputs).logits[:, 0]
         finally:
             self._final_hidden = None
 
@@ -325,6 +371,17 @@ def _keeps_documents_apart(call: LayerCall) -> bool:
     masks = [m for m in _tensors((call.args, call.kwargs)) if m.ndim == 4 and m.shape[-2:] == (4, 4)]
     across = [mask[..., 2, 1] for mask in masks]
     return bool(across) and all(bool((~a).all() if a.dtype == torch.bool else (a < -1e4).all()) for a in across)
+
+
+def _on_meta(value: Any, but: Mapping[int, Any]) -> Any:
+    """`value` with its tensors, however nested, on the meta device, those with an id in `but` left alone."""
+    if torch.is_tensor(value):
+        return value if id(value) in but else value.to("meta")
+    if isinstance(value, dict):
+        return {key: _on_meta(item, but) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_meta(item, but) for item in value)
+    return value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

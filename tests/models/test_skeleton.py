@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, CTRLConfig, Gemma4TextConfig, Pre
 from megatrain.engine.trainer import streamed_gradients
 from megatrain.errors import UnsupportedModelError
 from megatrain.models import skeleton as skeleton_module
+from megatrain.models.attention import visible
 from megatrain.models.check import self_check
-from megatrain.models.skeleton import Skeleton, document_mask
+from megatrain.models.skeleton import LayerCall, Recording, Skeleton, document_mask
 from tests import reference
 from tests.families import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE
 from tests.parity import batches, make_engine, skeleton
@@ -91,6 +92,18 @@ def test_a_persistent_buffer_of_a_layer_comes_from_the_file_and_travels_with_it(
     assert views[name].any()
 
 
+def _masks(call: LayerCall, recording: Recording) -> list[torch.Tensor]:
+    """[2, 1, 20, 20], what a layer was told to see, of tests with two packs of 20 tokens."""
+    windows = {id(boundaries): window for boundaries, window in recording.masks}
+    found = []
+    for value in (*call.args, *call.kwargs.values()):
+        if id(value) in windows:
+            found.append(visible(value, 2, 20, windows[id(value)]))
+        elif torch.is_tensor(value) and value.ndim == 4 and value.shape[-2:] == (20, 20):
+            found.append(value)
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_keep_the_documents_of_a_pack_apart(family: str) -> None:
     cut = skeleton(family)
@@ -100,11 +113,7 @@ def test_masks_keep_the_documents_of_a_pack_apart(family: str) -> None:
     open_to = {window: document_mask(positions, window, torch.float32)[:, 0] == 0 for window in (None, SLIDING_WINDOW)}
     used = set()
     for layer, call in zip(cut.layers, recording.calls, strict=True):
-        [mask] = [
-            value
-            for value in (*call.args, *call.kwargs.values())
-            if torch.is_tensor(value) and value.ndim == 4 and value.shape[-2:] == (20, 20)
-        ]
+        [mask] = _masks(call, recording)
         seen = (mask if mask.dtype == torch.bool else mask > -1e4)[:, 0]
         fits = [window for window, wanted in open_to.items() if torch.equal(seen, wanted)]
         assert fits, type(layer).__name__
@@ -186,8 +195,8 @@ def changed(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Let the model that a skeleton is made from be changed before it is cut."""
     build = skeleton_module.build_meta_model
 
-    def build_and_change(config, dtype) -> PreTrainedModel:
-        model = build(config, dtype)
+    def build_and_change(config, dtype, packed=False) -> PreTrainedModel:
+        model = build(config, dtype, packed)
         change(model)
         return model
 
