@@ -22,6 +22,7 @@ from megatrain.engine.schedule import split_groups
 from megatrain.engine.slots import WeightCache
 from megatrain.engine.step import StepRunner
 from megatrain.engine.tiers import MOMENTS, StateStore
+from megatrain.models.compiler import Compiler
 from megatrain.models.skeleton import Skeleton
 from megatrain.plan import Plan, Tier
 from megatrain.precision import Precision
@@ -53,6 +54,7 @@ class Engine:
         sequence_length: int,
         seed: int = 0,
         offload_folder: Path | None = None,
+        compile_layers: bool = False,
     ) -> None:
         self.skeleton = skeleton
         self.layouts = skeleton.layouts
@@ -77,7 +79,8 @@ class Engine:
         self._cache = cache
         chunk = loss_chunk_rows(config.vocab_size)
         cut = replace(plan, group_micro_batches=group)  # a held-out batch may have more packs than a step
-        self._runner = StepRunner(skeleton, cache, gradients, hidden, self.optimizer, device, cut, hidden_size, chunk, seed)
+        self.compiler = Compiler(compile_layers)
+        self._runner = StepRunner(skeleton, cache, gradients, hidden, self.optimizer, device, cut, hidden_size, chunk, seed, self.compiler)
         device.synchronize()
 
     # -- steps

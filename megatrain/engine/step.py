@@ -20,9 +20,10 @@ from megatrain.engine.optimizer import Optimizer
 from megatrain.engine.schedule import Do, Op, forward_ops, split_groups, step_ops
 from megatrain.engine.slots import BoundWeights, WeightCache
 from megatrain.models.attention import document_boundaries
+from megatrain.models.compiler import Compiler
 from megatrain.models.loss import chunked_loss, chunked_loss_backward
-from megatrain.models.skeleton import LayerCall, Recording, Skeleton
-from megatrain.models.template import Template
+from megatrain.models.skeleton import Recording, Skeleton
+from megatrain.models.template import LayerCall, Template
 from megatrain.plan import Plan
 
 _UNSET = torch.empty(0)
@@ -60,6 +61,7 @@ class StepRunner:
         hidden_size: int,
         loss_chunk_rows: int,
         seed: int,
+        compiler: Compiler,
     ) -> None:
         self._skeleton = skeleton
         self._cache = cache
@@ -72,7 +74,7 @@ class StepRunner:
         self._loss_chunk_rows = loss_chunk_rows
         self._seed = seed
         self._num_layers = len(skeleton.layers)
-        self._templates = self._make_templates()
+        self._templates = self._make_templates(compiler)
         self._loss_sum = device.empty(1, torch.float64, "loss sum")
         self._both = device.empty(2, torch.float64, "loss and norm")
         self._result = Buffer(torch.zeros(2, dtype=torch.float64, pin_memory=device.torch_device.type == "cuda"), "loss and norm")
@@ -165,11 +167,11 @@ class StepRunner:
         for template in self._templates.values():
             template.module.train(self._training)
 
-    def _make_templates(self) -> dict[str, Template]:
+    def _make_templates(self, compiler: Compiler) -> dict[str, Template]:
         templates: dict[str, Template] = {}
         for layer, layout in zip(self._skeleton.layers, self._skeleton.layouts[1:-1], strict=True):
             if layout.kind not in templates:
-                templates[layout.kind] = Template(layer)
+                templates[layout.kind] = Template(layer, compiler)
         return templates
 
     # -- operations
@@ -210,9 +212,10 @@ class StepRunner:
         source, target = self._hidden.read(op.block - 1, op.m), self._hidden.write(op.block, op.m)
 
         def work() -> None:
-            with torch.no_grad():
-                output = self._call_layer(op.block, weights, micro_batch, self._view(source, micro_batch), {})
-                self._view(target, micro_batch).copy_(output)
+            self._reseed(op.block, micro_batch)
+            views, call = self._inside(op.block, weights.params), micro_batch.calls[op.block - 1]
+            output = self._template(op.block).forward(views, op.block - 1, call, self._view(source, micro_batch))
+            self._view(target, micro_batch).copy_(output)
 
         self._device.launch(COMPUTE, work, reads=[weights.buffer, source], writes=[target])
         if self._training:
@@ -259,20 +262,22 @@ class StepRunner:
         micro_batch, weights = self._micro_batches[op.m], self._cache.acquire(op.block)
         source, gradient = self._hidden.read(op.block - 1, op.m), self._hidden.read(op.block, op.m)
         accumulator = self._open(op.block)
-        views = self._gradients.views(op.block)
+        sums = self._gradients.views(op.block)
 
         def work() -> None:
             hidden = self._view(source, micro_batch).detach().requires_grad_()
             leaves = {id(t): t.detach().requires_grad_() for t in micro_batch.extras}
-            with torch.enable_grad():
-                output = self._call_layer(op.block, weights, micro_batch, hidden, leaves)
-                names = list(views)
-                wanted = [hidden, *(weights.params[name] for name in names), *leaves.values()]
-                found = torch.autograd.grad(output, wanted, self._view(gradient, micro_batch), allow_unused=True)
-            for name, new in zip(names, found[1:], strict=False):
+            call = micro_batch.calls[op.block - 1]
+            call = LayerCall(replace(call.args, leaves), replace(call.kwargs, leaves), call.hidden_keyword)
+            others = [*(weights.params[name] for name in sums), *leaves.values()]
+            self._reseed(op.block, micro_batch)
+            found = self._template(op.block).backward(
+                self._inside(op.block, weights.params), op.block - 1, call, hidden, others, self._view(gradient, micro_batch)
+            )
+            for total, new in zip(sums.values(), found[1:], strict=False):
                 if new is not None:
-                    views[name].add_(new)
-            for number, new in enumerate(found[1 + len(names) :]):
+                    total.add_(new)
+            for number, new in enumerate(found[1 + len(sums) :]):
                 if new is not None:
                     so_far = micro_batch.extra_grads[number]
                     micro_batch.extra_grads[number] = new if so_far is None else so_far + new
@@ -320,21 +325,13 @@ class StepRunner:
         packs, length = micro_batch.packs, micro_batch.length
         return buffer.tensor[: packs * length * self._hidden_size].view(packs, length, self._hidden_size)
 
-    def _call_layer(
-        self, block: int, weights: BoundWeights, micro_batch: MicroBatch, hidden: torch.Tensor, leaves: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        layout = self._skeleton.layouts[block]
+    def _template(self, block: int) -> Template:
+        return self._templates[self._skeleton.layouts[block].kind]
+
+    def _inside(self, block: int, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by their names inside the layer."""
         prefix = f"{self._skeleton.layer_path}.{block - 1}."
-        module = self._templates[layout.kind].bind({name.removeprefix(prefix): p for name, p in weights.params.items()}, block - 1)
-        call = micro_batch.calls[block - 1]
-        args, kwargs = replace(call.args, leaves), replace(call.kwargs, leaves)
-        self._reseed(block, micro_batch)
-        if call.hidden_keyword is None:
-            args = (hidden, *args)
-        else:
-            kwargs = {**kwargs, call.hidden_keyword: hidden}
-        output = module(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        return {name.removeprefix(prefix): param for name, param in params.items()}
 
     def _reseed(self, block: int, micro_batch: MicroBatch) -> None:
         """Dropout's noise depends on what is computed, not on when: recomputing draws the same again."""

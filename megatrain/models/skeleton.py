@@ -22,17 +22,8 @@ from megatrain.errors import UnsupportedModelError
 from megatrain.models.attention import LARGEST_HEAD, PACKED, LayerSeen, document_boundaries, recording_with, watching_layers
 from megatrain.models.blocks import BlockLayout, lay_out
 from megatrain.models.meta import build_meta_model
-from megatrain.models.template import kind_key
+from megatrain.models.template import LayerCall, kind_key
 from megatrain.models.weights import kept_in_fp32
-
-
-@dataclass
-class LayerCall:
-    """What one layer is called with, hidden states left out. `args` are the positional ones after them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    hidden_keyword: str | None  # name under which the hidden states are passed; None: first positional
 
 
 @dataclass
@@ -194,12 +185,7 @@ class Skeleton:
         """Whether a layer of every kind gives its attention the mask that it got, and the window that this mask means."""
         windows = {id(mask): window for mask, window in recording.masks}
         for layer, call in {kind_key(layer): (layer, call) for layer, call in zip(self.layers, recording.calls, strict=True)}.values():
-            args, kwargs = _on_meta((call.args, call.kwargs), windows)
-            hidden = torch.empty_like(recording.hidden, device="meta")
-            if call.hidden_keyword is None:
-                args = (hidden, *args)
-            else:
-                kwargs[call.hidden_keyword] = hidden
+            args, kwargs = _on_meta(call.with_hidden(recording.hidden), windows)
             with watching_layers() as seen, contextlib.suppress(LayerSeen, RuntimeError, TypeError, NotImplementedError):
                 layer(*args, **kwargs)
             if len(seen) != 1 or seen[0].head_size > LARGEST_HEAD or windows.get(id(seen[0].mask), -1) != seen[0].window:

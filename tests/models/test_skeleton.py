@@ -14,7 +14,8 @@ from megatrain.errors import UnsupportedModelError
 from megatrain.models import skeleton as skeleton_module
 from megatrain.models.attention import visible
 from megatrain.models.check import self_check
-from megatrain.models.skeleton import LayerCall, Recording, Skeleton, document_mask
+from megatrain.models.skeleton import Recording, Skeleton, document_mask
+from megatrain.models.template import LayerCall
 from tests import reference
 from tests.families import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE
 from tests.parity import batches, make_engine, skeleton

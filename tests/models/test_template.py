@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.models.template import Template, kind_key
+from megatrain.models.attention import PACKED
+from megatrain.models.compiler import Compiler
+from megatrain.models.template import LayerCall, Template, draws_noise, kind_key
 from tests.families import FAMILIES
 from tests.parity import skeleton
 from tests.reference import build_model
@@ -14,7 +16,7 @@ from tests.reference import build_model
 
 def real_layers(family: str) -> list[nn.Module]:
     model = build_model(FAMILIES[family]())
-    model.set_attn_implementation("sdpa")  # as the skeleton has it, which also decides what layers are called with
+    model.set_attn_implementation(PACKED)  # as the skeleton has it, which also decides what layers are called with
     return list(model.get_submodule(skeleton(family).layer_path))
 
 
@@ -22,51 +24,52 @@ def views_of(layer: nn.Module) -> dict[str, torch.Tensor]:
     return dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
-def arguments(family: str) -> dict[str, object]:
+def call_of(family: str, layer: int = 0) -> LayerCall:
     positions = torch.arange(6)[None]
-    [call, *_] = skeleton(family).record(torch.zeros(1, 6, dtype=torch.long), positions).calls
-    return call.kwargs
+    return skeleton(family).record(torch.zeros(1, 6, dtype=torch.long), positions).calls[layer]
 
 
-def test_a_bound_template_computes_as_the_layer_itself() -> None:
-    layers = real_layers("llama_untied")
-    template = Template(skeleton("llama_untied").layers[0])
+def gradients(layer: nn.Module, family: str, hidden: torch.Tensor) -> list[torch.Tensor]:
+    args, kwargs = call_of(family).with_hidden(hidden.requires_grad_())
+    output = layer(*args, **kwargs)
+    return list(torch.autograd.grad(output, [hidden, *layer.parameters()], torch.ones_like(output)))
+
+
+@pytest.mark.parametrize("family", ["llama_untied", "deepseek_v3"])
+def test_a_template_computes_as_the_layers_themselves(family: str) -> None:
+    layers = real_layers(family)
+    template = Template(skeleton(family).layers[2], Compiler(enabled=False))
     hidden = torch.randn(1, 6, 64)
-    for index in (3, 0, 2):
-        bound = template.bind(views_of(layers[index]), index)
-        assert bound is template.module
-        torch.testing.assert_close(bound(hidden, **arguments("llama_untied")), layers[index](hidden, **arguments("llama_untied")))
-        assert bound.self_attn.layer_idx == index
-
-
-def test_nothing_is_copied_by_binding() -> None:
-    layer = real_layers("deepseek_v3")[2]
-    template = Template(skeleton("deepseek_v3").layers[1])
-    bound = template.bind(views_of(layer), 2)
-    assert {id(value) for value in views_of(bound).values()} == {id(value) for value in views_of(layer).values()}
-    assert "mlp.gate.e_score_correction_bias" in dict(bound.named_buffers())
-
-
-def test_a_graph_keeps_the_parameters_it_was_made_with() -> None:
-    first, second = real_layers("qwen3")[:2]
-    template = Template(skeleton("qwen3").layers[0])
-    hidden, kwargs = torch.randn(1, 6, 64), arguments("qwen3")
-    output = template.bind(views_of(first), 0)(hidden, **kwargs)
-    other = template.bind(views_of(second), 1)(hidden, **kwargs)
-    assert not torch.allclose(output, other)
-    found = torch.autograd.grad(output.square().sum(), list(first.parameters()))
-    wanted = torch.autograd.grad(first(hidden, **kwargs).square().sum(), list(first.parameters()))
-    for (name, _), a, b in zip(first.named_parameters(), found, wanted, strict=True):
-        assert torch.equal(a, b), name
-    with pytest.raises(RuntimeError, match="appears to not have been used"):
-        torch.autograd.grad(other.square().sum(), list(first.parameters()))
+    for index in (3, 2):
+        views = views_of(layers[index])
+        args, kwargs = call_of(family).with_hidden(hidden)
+        with torch.no_grad():
+            expected = layers[index](*args, **kwargs)
+        torch.testing.assert_close(template.forward(views, index, call_of(family), hidden), expected)
+        leaf, others = hidden.clone().requires_grad_(), list(layers[index].parameters())
+        found = template.backward(views, index, call_of(family), leaf, others, torch.ones_like(hidden))
+        for new, wanted in zip(found, gradients(layers[index], family, hidden.clone()), strict=True):
+            torch.testing.assert_close(new, wanted)
+        assert template.module.self_attn.layer_idx == index
 
 
 def test_the_layer_that_a_template_is_made_from_is_left_alone() -> None:
     layer = skeleton("qwen3").layers[0]
-    Template(layer).bind(views_of(real_layers("qwen3")[1]), 1)
-    assert all(parameter.is_meta for parameter in layer.parameters())
+    template = Template(layer, Compiler(enabled=False))
+    template.forward(views_of(real_layers("qwen3")[1]), 1, call_of("qwen3"), torch.randn(1, 6, 64))
+    assert all(parameter.is_meta for parameter in (*layer.parameters(), *template.module.parameters()))
     assert layer.self_attn.layer_idx == 0
+
+
+def test_dropout_that_is_not_zero_is_seen() -> None:
+    assert not draws_noise(skeleton("llama_untied").layers[0])
+    layer = copy.deepcopy(skeleton("gpt2").layers[0])
+    assert not draws_noise(layer)
+    layer.mlp.dropout.p = 0.1
+    assert draws_noise(layer)
+    layer = copy.deepcopy(skeleton("llama_untied").layers[0])
+    layer.self_attn.attention_dropout = 0.1
+    assert draws_noise(layer)
 
 
 @pytest.mark.parametrize(
