@@ -116,6 +116,8 @@ class RunConfig:
     gradient_dtype: str = _option("auto", "Parked gradients", "Format of gradients between backward and update.",
                                   choices=("auto", "bfloat16", "float32"), advanced=True)  # fmt: skip
     allow_tf32: bool = _option(False, "Allow TF32", "Faster, less exact fp32 matrix products on the GPU.", advanced=True)
+    kernels: str = _option("auto", "Kernels", "Layers compiled into few fast kernels, or their plain operations. `auto` compiles on a GPU.",
+                           choices=("auto", "compiled", "plain"), advanced=True)  # fmt: skip
     deterministic: bool = _option(False, "Deterministic", "Two runs of the same configuration give equal bits; slower.", advanced=True)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,109 +1,31 @@
-"""Every byte formula, each with its reason: what the planner predicts is what the engine allocates.
+"""Every byte of states and rings, each formula with its reason: what the planner predicts is what the engine allocates.
 
 The byte ledger is the list of functions that end in `_bytes`. All but the two that describe one block take `work` (what
 a step does) and `plan` (where states live and how the step is cut) and return bytes on the device, unless the name says
-host. `ledger` adds them up. Letters: N parameters, n tokens of a step, L layers, D hidden size, V vocabulary, S sequence length.
+host. `ledger` adds them up, with those of `activation_costs`. Letters: N parameters, n tokens of a step, L layers, D
+hidden size, V vocabulary, S sequence length.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
-from megatrain.config import RunConfig
+from megatrain.activation_costs import activation_bytes, stored_input_bytes
 from megatrain.plan import Kind, Placement, Plan, Tier
-from megatrain.precision import DTYPE_BYTES, Precision, precision_named
+from megatrain.precision import Precision
 from megatrain.shape import BlockShape, ModelShape
 from megatrain.units import GIB
+from megatrain.work import ALIGNED_PARTS, Work, block_elements, groups, micro_batches
 
 GPU_CONTEXT_BYTES = 3 * GIB // 4  # CUDA context, cuBLAS workspaces and kernels, as NVML counts them for a process
 WORKER_BYTES_GPU = 2 * GIB  # resident memory of a worker with CUDA and transformers loaded; 1.9 GiB measured on an H200 machine
 WORKER_BYTES_CPU = 6 * GIB // 10  # the same without CUDA libraries
-ALIGNED_PARTS = 16  # parameters and buffers of a block that alignment may push back; an upper bound for usual layers
 ALIGNMENT_BYTES = 256  # what each of them may lose in a buffer of weights
-ALIGNMENT_ELEMENTS = 64  # what each of them may lose in an array of gradients, masters or moments
 PAGE_BYTES = 4096
 HOST_PIECES = 6  # of a block in RAM: weights, a copy of them, masters, gradients, two moments
 ACCUMULATOR_BYTES = 4  # gradients are summed in fp32
 PARK_CHUNK_ELEMENTS = 64 * 1024**2  # elements converted and sent down at once
 UPDATE_PIECE_ELEMENTS = 16 * 1024**2  # elements that the GPU updates at once
 UPDATE_TEMPORARIES = 6  # gradient, clipped gradient, merged master and its parts, denominator
-HIDDEN_SPARES = 4  # hidden states alive besides one per micro-batch: input, output and gradient of each, of the one in work
-GRAPH_WIDTHS = 34  # saved and transient values of an eager layer, in units of its width: norms in fp32, q/k/v, rotary, residuals
-GRAPH_INTERMEDIATES = 6  # the same of a gated MLP, in units of its intermediate size: gate, up, act, product, two gradients
-GRAPH_SCORES = 6  # the score matrix where it is kept, in compute type: scores, probabilities in fp32, their gradients
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one optimizer step computes. It does not depend on the plan."""
-
-    shape: ModelShape
-    precision: Precision
-    gradient_dtype: str  # of parked gradients
-    sequence_length: int
-    packs_per_step: int
-    on_gpu: bool
-
-    @staticmethod
-    def of(config: RunConfig, shape: ModelShape, device: str) -> "Work":
-        """The work of `config` on `device` ("cpu" or "cuda:N")."""
-        precision = precision_named(config.precision)
-        gradient = precision.default_gradient_dtype if config.gradient_dtype == "auto" else config.gradient_dtype
-        return Work(shape, precision, gradient, config.data.sequence_length, config.packs_per_step, device != "cpu")
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of one parked gradient element."""
-        return DTYPE_BYTES[self.gradient_dtype]
-
-    @cached_property
-    def largest_layer(self) -> int:
-        """Elements of the largest decoder layer."""
-        return max(map(block_elements, self.shape.layers), default=0)
-
-    @cached_property
-    def largest_block(self) -> int:
-        """Elements of the largest block."""
-        return max(map(block_elements, self.shape.blocks))
-
-    @cached_property
-    def all_elements(self) -> int:
-        """Elements of all blocks together."""
-        return sum(map(block_elements, self.shape.blocks))
-
-    @property
-    def step_tokens(self) -> int:
-        """n: tokens of a step, padding included."""
-        return self.packs_per_step * self.sequence_length
-
-    @cached_property
-    def block_runs(self) -> tuple[tuple[int, BlockShape], ...]:
-        """(end, block) of every stretch of blocks of equal sizes; embedding and head stand alone."""
-        runs: list[tuple[int, BlockShape]] = []
-        last = len(self.shape.blocks)
-        for end, block in enumerate(self.shape.blocks, 1):
-            same = 2 < end < last and _sizes(runs[-1][1]) == _sizes(block)
-            runs[len(runs) - same :] = [(end, block)]
-        return tuple(runs)
-
-
-def micro_batches(work: Work, plan: Plan) -> int:
-    """Micro-batches of a step; the last may hold fewer packs."""
-    return -(-work.packs_per_step // plan.micro_batch_packs)
-
-
-def groups(work: Work, plan: Plan) -> int:
-    """Groups of a step; the last may hold fewer micro-batches."""
-    return -(-micro_batches(work, plan) // plan.group_micro_batches)
-
-
-def micro_batch_tokens(work: Work, plan: Plan) -> int:
-    return plan.micro_batch_packs * work.sequence_length
-
-
-def group_tokens(work: Work, plan: Plan) -> int:
-    """Tokens whose layer inputs are stored at once; every micro-batch has room for as many as the largest."""
-    return min(plan.group_micro_batches, micro_batches(work, plan)) * micro_batch_tokens(work, plan)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -111,11 +33,6 @@ def block_weight_bytes(block: BlockShape, precision: Precision) -> int:
     """One block's flat buffer: compute weights, those kept in fp32, buffers, and the padding that alignment may add."""
     narrow = block.num_params - block.fp32_params
     return narrow * precision.weight_bytes + block.fp32_params * 4 + block.buffer_bytes + ALIGNMENT_BYTES * ALIGNED_PARTS
-
-
-def block_elements(block: BlockShape) -> int:
-    """Elements of a flat array of gradients, masters or moments, with the gaps that alignment may leave."""
-    return block.num_params + ALIGNMENT_ELEMENTS * ALIGNED_PARTS
 
 
 def state_bytes(block: BlockShape, kind: Kind, work: Work) -> int:
@@ -244,55 +161,6 @@ def page_padding_host_bytes(work: Work, plan: Plan) -> int:
     return PAGE_BYTES * (inputs + sums + (HOST_PIECES * blocks if states else 0))
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
-def hidden_state_bytes(work: Work, plan: Plan) -> int:
-    """One hidden state per micro-batch of a group, and a few of the one in work."""
-    alive = min(plan.group_micro_batches, micro_batches(work, plan)) + HIDDEN_SPARES
-    return alive * micro_batch_tokens(work, plan) * work.shape.hidden_size * work.precision.weight_bytes
-
-
-def stored_input_bytes(work: Work, plan: Plan) -> int:
-    """The input of every layer for every token of a group, on `plan.inputs_tier`."""
-    return len(work.shape.layers) * group_tokens(work, plan) * work.shape.hidden_size * work.precision.weight_bytes
-
-
-def layer_graph_bytes(work: Work, plan: Plan) -> int:
-    """What the recompute of one layer keeps for its backward, for one micro-batch: an upper bound for eager kernels."""
-    shape = work.shape
-    per_token = GRAPH_WIDTHS * max(shape.hidden_size, shape.num_heads * shape.head_dim) + GRAPH_INTERMEDIATES * shape.intermediate_size
-    if shape.eager_attention:
-        per_token += GRAPH_SCORES * shape.num_heads * work.sequence_length
-    return micro_batch_tokens(work, plan) * per_token * work.precision.weight_bytes
-
-
-def layer_call_bytes(work: Work, plan: Plan) -> int:
-    """What layers are called with besides hidden states, kept for every micro-batch of a group: masks and rotary tables.
-
-    A mask is a row of S values per token: bits as bytes, or numbers where the score matrix is kept. Layers of several
-    kinds (sliding and full attention) have a mask each.
-    """
-    kinds = min(2, len({layer.kind for layer in work.shape.layers}))
-    mask = work.sequence_length * (work.precision.weight_bytes if work.shape.eager_attention else 1)
-    rotary = 2 * work.shape.head_dim * work.precision.weight_bytes
-    return group_tokens(work, plan) * kinds * (mask + rotary)
-
-
-def parameter_gradient_bytes(work: Work) -> int:
-    """What autograd returns for one layer, or for the output projection, before it is added to the fp32 sum."""
-    return max(work.largest_layer, work.shape.vocab_size * work.shape.hidden_size) * work.precision.weight_bytes
-
-
-def loss_chunk_rows(vocab_size: int) -> int:
-    """Rows of logits that are made, used and dropped at once: about 64 Mi logits, between 64 and 4096 rows."""
-    return min(max(2**26 // vocab_size, 64), 4096)
-
-
-def logits_chunk_bytes(work: Work, plan: Plan) -> int:
-    """One chunk: log-probabilities and two gradients in fp32, logits and their gradient in the compute type."""
-    rows = min(loss_chunk_rows(work.shape.vocab_size), micro_batch_tokens(work, plan))
-    return rows * work.shape.vocab_size * (3 * 4 + 2 * work.precision.weight_bytes)
-
-
 DEVICE_BUFFERS = (
     weight_slot_bytes, edge_slot_bytes, accumulator_bytes, park_ring_bytes, update_staging_bytes, update_scratch_bytes,
 )  # fmt: skip
@@ -328,14 +196,7 @@ def ledger(work: Work, plan: Plan) -> Ledger:
     device = {kind.value: resident_bytes(work, plan, kind, Tier.VRAM) for kind in Kind}
     host = {kind.value: resident_bytes(work, plan, kind, Tier.RAM) for kind in Kind}
     inputs = stored_input_bytes(work, plan)
-    device["activations"] = (
-        hidden_state_bytes(work, plan)
-        + layer_graph_bytes(work, plan)
-        + layer_call_bytes(work, plan)
-        + parameter_gradient_bytes(work)
-        + logits_chunk_bytes(work, plan)
-        + (inputs if plan.inputs_tier is Tier.VRAM else 0)
-    )
+    device["activations"] = activation_bytes(work, plan) + (inputs if plan.inputs_tier is Tier.VRAM else 0)
     device["buffers"] = sum(part(work, plan) for part in DEVICE_BUFFERS)
     device["context"] = GPU_CONTEXT_BYTES if work.on_gpu else 0
     host["weights"] += weight_copy_host_bytes(work, plan)
@@ -354,10 +215,6 @@ def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
-def _sizes(block: BlockShape) -> tuple[int, int, int]:
-    return block.num_params, block.fp32_params, block.buffer_bytes
-
-
 def placed(work: Work, plan: Plan) -> list[tuple[BlockShape, Placement, int]]:
     """(block, placement, how many in a row), so that a formula need not visit every layer. Kept with the plan: all formulas ask."""
     known = plan.__dict__.get("_placed")

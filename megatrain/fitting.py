@@ -15,13 +15,14 @@ from itertools import accumulate, groupby, pairwise
 
 from megatrain import costs, timing
 from megatrain.config import RunConfig
-from megatrain.costs import Ledger, Work
+from megatrain.costs import Ledger
 from megatrain.errors import ConfigError
 from megatrain.hardware import CPU, Machine
 from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.precision import precision_named
 from megatrain.shape import ModelShape
 from megatrain.units import GIB, MIB
+from megatrain.work import Work
 
 MICRO_BATCH_TOKENS_GPU = 16384  # more does not fill a GPU better
 MICRO_BATCH_TOKENS_CPU = 4096

@@ -41,6 +41,7 @@ class ModelShape:
     tied_head: bool
     blocks: tuple[BlockShape, ...]  # blocks[0] is the embedding, blocks[-1] the head
     eager_attention: bool = False  # its score matrix is kept: soft-caps or sinks, which fused kernels lack
+    packed_attention: bool = False  # it attends inside documents by where they begin; no mask is kept
 
     @property
     def num_params(self) -> int:

@@ -6,9 +6,9 @@ Letters: N parameters, n tokens of a step, L layers, H heads' width together, S 
 from dataclasses import dataclass
 
 from megatrain import costs
-from megatrain.costs import Work
 from megatrain.plan import Kind, Plan, Tier
 from megatrain.rates import Rates
+from megatrain.work import Work, groups, micro_batches
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
     after the other. Without a GPU nothing overlaps and lanes add up.
     """
     layers, head = (count / rates.compute_flops_per_s[work.precision.compute_dtype] for count in forward_flops(work))
-    layers = max(layers, rates.layer_overhead_s / 4 * len(work.shape.layers) * costs.micro_batches(work, plan))
+    layers = max(layers, rates.layer_overhead_s / 4 * len(work.shape.layers) * micro_batches(work, plan))
     once = sum(count * costs.block_weight_bytes(block, work.precision) for block, count in costs.streamed(work, plan))
-    weights = once * costs.groups(work, plan)
+    weights = once * groups(work, plan)
     inputs = len(work.shape.layers) * work.step_tokens * work.shape.hidden_size * work.precision.weight_bytes
     inputs = inputs if plan.inputs_tier is Tier.RAM else 0
-    sums = costs.accumulator_host_bytes(work, plan) * (costs.groups(work, plan) - 1)
+    sums = costs.accumulator_host_bytes(work, plan) * (groups(work, plan) - 1)
     on_device = sum(count * block.num_params for block, placement, count in costs.placed(work, plan) if placement.updated_on_device)
     on_host = work.shape.num_params - on_device
     up, down = _update_transfers(work, plan)
@@ -70,7 +70,7 @@ def step_times(work: Work, plan: Plan, rates: Rates) -> StepTimes:
         "compute": 3 * layers + 2 * head,
         "h2d": weights + inputs + sums,
         "d2h": costs.resident_bytes(work, plan, Kind.GRADS, Tier.RAM) + on_disk(Kind.GRADS) + sums,
-        "disk": _disk_s(rates, on_disk(Kind.WEIGHTS) * (2 * costs.groups(work, plan) - 1), on_disk(Kind.GRADS)),
+        "disk": _disk_s(rates, on_disk(Kind.WEIGHTS) * (2 * groups(work, plan) - 1), on_disk(Kind.GRADS)),
     }
     lanes = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "optimizer": on_device * optimizer_traffic_bytes(work) / rates.device_bytes_per_s}
     lanes["disk"] = 0.0

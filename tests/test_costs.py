@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain import costs, timing
+from megatrain import activation_costs, costs, timing
 from megatrain.config import RunConfig
-from megatrain.costs import Work
 from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.precision import PRECISIONS
 from megatrain.rates import Rates
 from megatrain.shape import BlockShape, ModelShape
 from megatrain.units import GIB
+from megatrain.work import Work, group_tokens, groups, micro_batches
 from tests.shapes import QWEN_1B5, QWEN_7B
 
 ALL_VRAM = Placement(Tier.VRAM, Tier.VRAM, Tier.VRAM, Tier.VRAM)
@@ -22,7 +22,8 @@ EDGE_7B = 152064 * 3584
 
 
 def work(shape: ModelShape = QWEN_7B, device: str = "cuda:0", packs: int = 16, **changes: object) -> Work:
-    config = replace(RunConfig(), train=replace(RunConfig().train, global_batch_tokens=packs * 1024), **changes)
+    train = replace(RunConfig().train, global_batch_tokens=packs * 1024)
+    config = replace(RunConfig(), train=train, **{"kernels": "plain", **changes})
     return Work.of(config, shape, device)
 
 
@@ -100,49 +101,83 @@ def test_the_engine_works_in_pieces_of_the_same_size():
 
     assert costs.UPDATE_PIECE_ELEMENTS == adamw.DEVICE_PIECE
     assert costs.PARK_CHUNK_ELEMENTS == gradients.PARK_ELEMENTS
-    assert costs.HIDDEN_SPARES == activations.POOL_SPARE
+    assert activation_costs.HIDDEN_SPARES == activations.POOL_SPARE
 
 
 def test_activations():
     job, layout = work(), plan(inputs_tier=Tier.RAM)
-    assert costs.hidden_state_bytes(job, layout) == (4 + 4) * 4096 * 3584 * 2
-    assert costs.stored_input_bytes(job, layout) == 28 * 16384 * 3584 * 2
-    assert costs.logits_chunk_bytes(job, layout) == 441 * 152064 * (3 * 4 + 2 * 2)
-    assert costs.parameter_gradient_bytes(job) == EDGE_7B * 2
-    assert costs.layer_graph_bytes(job, layout) == 4096 * (34 * 3584 + 6 * 18944) * 2
-    assert costs.layer_call_bytes(job, layout) == 16384 * (1024 + 2 * 128 * 2)
-    assert costs.ledger(job, layout).ram["activations"] == costs.stored_input_bytes(job, layout)
+    assert activation_costs.hidden_state_bytes(job, layout) == (4 + 4) * 4096 * 3584 * 2
+    assert activation_costs.stored_input_bytes(job, layout) == 28 * 16384 * 3584 * 2
+    assert activation_costs.logits_chunk_bytes(job, layout) == 441 * 152064 * (3 * 4 + 2 * 2)
+    assert activation_costs.layer_graph_bytes(job, layout) == 4096 * (34 * 3584 + 6 * 18944) * 2
+    assert activation_costs.layer_call_bytes(job, layout) == 16384 * (1024 + 2 * 128 * 2)
+    assert costs.ledger(job, layout).ram["activations"] == activation_costs.stored_input_bytes(job, layout)
     in_vram = costs.ledger(job, replace(layout, inputs_tier=Tier.VRAM))
     assert in_vram.ram["activations"] == 0
-    assert in_vram.vram["activations"] - costs.ledger(job, layout).vram["activations"] == costs.stored_input_bytes(job, layout)
+    assert in_vram.vram["activations"] - costs.ledger(job, layout).vram["activations"] == activation_costs.stored_input_bytes(job, layout)
+
+
+def test_layers_and_head_never_run_at_once():
+    job, layout = work(), plan(inputs_tier=Tier.RAM)
+    layer = activation_costs.layer_graph_bytes(job, layout) + (LAYER_7B + GAPS) * 2
+    head = activation_costs.logits_chunk_bytes(job, layout) + EDGE_7B * 2
+    rest = activation_costs.hidden_state_bytes(job, layout) + activation_costs.layer_call_bytes(job, layout)
+    assert layer > head
+    assert activation_costs.activation_bytes(job, layout) == rest + layer
+    short = replace(layout, micro_batch_packs=1)
+    layer = activation_costs.layer_graph_bytes(job, short) + (LAYER_7B + GAPS) * 2
+    assert layer < head
+    rest = activation_costs.hidden_state_bytes(job, short) + activation_costs.layer_call_bytes(job, short)
+    assert activation_costs.activation_bytes(job, short) == rest + head
+
+
+def test_a_fused_loss_takes_more_rows_in_no_more_memory():
+    job, layout = work(), plan()
+    fused = replace(job, fused=True)
+    assert activation_costs.logits_chunk_bytes(fused, layout) == 4 * 441 * 152064 * 2 * 2
+    assert activation_costs.logits_chunk_bytes(fused, layout) <= activation_costs.logits_chunk_bytes(job, layout)
+
+
+def test_kernels_are_fused_on_a_gpu_unless_the_configuration_says_otherwise():
+    def fused(kernels: str, device: str) -> bool:
+        return Work.of(replace(RunConfig(), kernels=kernels), QWEN_1B5, device).fused
+
+    assert [fused("auto", "cuda:0"), fused("plain", "cuda:0"), fused("compiled", "cpu"), fused("auto", "cpu")] == [True, False, True, False]
+
+
+def test_attention_over_packed_documents_keeps_no_mask():
+    packed = replace(QWEN_7B, packed_attention=True)
+    rotary = 16384 * 2 * 128
+    assert activation_costs.layer_call_bytes(work(packed), plan()) == rotary * 2
+    assert activation_costs.layer_call_bytes(work(packed, precision="fp32"), plan()) == rotary * 4 + 4096 * 1024 * (1 + 4)
 
 
 def test_scores_and_masks_of_numbers_count_where_attention_keeps_them():
     eager = replace(QWEN_1B5, eager_attention=True)
     layout = plan(QWEN_1B5)
-    scores = costs.layer_graph_bytes(work(eager), layout) - costs.layer_graph_bytes(work(QWEN_1B5), layout)
+    scores = activation_costs.layer_graph_bytes(work(eager), layout) - activation_costs.layer_graph_bytes(work(QWEN_1B5), layout)
     assert scores == 4096 * 6 * 12 * 1024 * 2
-    masks = costs.layer_call_bytes(work(eager), layout) - costs.layer_call_bytes(work(QWEN_1B5), layout)
+    masks = activation_costs.layer_call_bytes(work(eager), layout) - activation_costs.layer_call_bytes(work(QWEN_1B5), layout)
     assert masks == 16384 * 1024 * (2 - 1)
 
 
 def test_layers_of_two_kinds_have_a_mask_each():
     blocks = tuple(replace(block, kind=f"kind{index % 3}") for index, block in enumerate(QWEN_1B5.blocks))
-    mixed = costs.layer_call_bytes(work(replace(QWEN_1B5, blocks=blocks)), plan(QWEN_1B5))
-    assert mixed == 2 * costs.layer_call_bytes(work(QWEN_1B5), plan(QWEN_1B5))
+    mixed = activation_costs.layer_call_bytes(work(replace(QWEN_1B5, blocks=blocks)), plan(QWEN_1B5))
+    assert mixed == 2 * activation_costs.layer_call_bytes(work(QWEN_1B5), plan(QWEN_1B5))
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(300, 4096), (32000, 2097), (152064, 441), (2_000_000, 64)])
 def test_loss_chunks(vocab: int, rows: int):
-    assert costs.loss_chunk_rows(vocab) == rows
+    assert activation_costs.loss_chunk_rows(vocab) == rows
 
 
 def test_groups_keep_one_fp32_sum_for_every_parameter():
     job = work(packs=32)
     layout = plan(resident=30, group_micro_batches=2)
-    assert (costs.micro_batches(job, layout), costs.groups(job, layout)) == (8, 4)
+    assert (micro_batches(job, layout), groups(job, layout)) == (8, 4)
     assert costs.accumulator_bytes(job, layout) == 4 * (7_615_616_512 + 30 * GAPS)
-    assert costs.stored_input_bytes(job, layout) == 28 * 2 * 4096 * 3584 * 2
+    assert activation_costs.stored_input_bytes(job, layout) == 28 * 2 * 4096 * 3584 * 2
     in_ram = replace(layout, accumulators_tier=Tier.RAM)
     assert costs.accumulator_host_bytes(job, in_ram) == 4 * (7_615_616_512 + 30 * GAPS)
     assert costs.accumulator_bytes(job, in_ram) == 4 * (LAYER_7B + GAPS + EDGE_7B + 3584 + GAPS)
@@ -150,8 +185,8 @@ def test_groups_keep_one_fp32_sum_for_every_parameter():
 
 def test_a_short_last_micro_batch_has_the_room_of_a_whole_one():
     job, layout = work(packs=10), plan(micro_batch_packs=4, group_micro_batches=8)
-    assert costs.micro_batches(job, layout) == 3
-    assert costs.group_tokens(job, layout) == 12 * 1024
+    assert micro_batches(job, layout) == 3
+    assert group_tokens(job, layout) == 12 * 1024
 
 
 def test_the_cpu_needs_a_copy_of_weights_that_it_updates_and_that_live_in_vram():

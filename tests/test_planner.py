@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from megatrain import costs, planner
 from megatrain.config import RunConfig
-from megatrain.costs import Work
 from megatrain.errors import ConfigError, PlanError
 from megatrain.fitting import Problem
 from megatrain.hardware import Machine
 from megatrain.plan import Kind, Plan, Tier
 from megatrain.shape import ModelShape
 from megatrain.units import GIB
+from megatrain.work import Work
 from tests.shapes import H200, QWEN_1B5, QWEN_7B, SMALL, decoder, machine
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from megatrain.activation_costs import loss_chunk_rows
 from megatrain.config import RunConfig
-from megatrain.costs import loss_chunk_rows
 from megatrain.data.batch import PackedBatch
 from megatrain.engine import activations
 from megatrain.engine.adamw import Update

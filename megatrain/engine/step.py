@@ -21,7 +21,7 @@ from megatrain.engine.schedule import Do, Op, forward_ops, split_groups, step_op
 from megatrain.engine.slots import BoundWeights, WeightCache
 from megatrain.models.attention import document_boundaries
 from megatrain.models.compiler import Compiler
-from megatrain.models.loss import chunked_loss, chunked_loss_backward
+from megatrain.models.loss import ChunkedLoss
 from megatrain.models.skeleton import Recording, Skeleton
 from megatrain.models.template import LayerCall, Template
 from megatrain.plan import Plan
@@ -71,7 +71,7 @@ class StepRunner:
         self._device = device
         self._plan = plan
         self._hidden_size = hidden_size
-        self._loss_chunk_rows = loss_chunk_rows
+        self._loss = ChunkedLoss(skeleton.logits, loss_chunk_rows, compiler)
         self._seed = seed
         self._num_layers = len(skeleton.layers)
         self._templates = self._make_templates(compiler)
@@ -235,7 +235,7 @@ class StepRunner:
             with self._skeleton.bound(params, head=True):
                 flat = self._view(hidden, micro_batch).reshape(-1, self._hidden_size)
                 rows, labels = micro_batch.rows, micro_batch.labels
-                self._loss_sum.tensor.add_(chunked_loss(self._skeleton.logits, flat, labels, rows, self._loss_chunk_rows))
+                self._loss_sum.tensor.add_(self._loss.evaluate(flat, labels, rows))
 
         if not self._training:
             self._device.launch(COMPUTE, evaluate, reads=[*reads, hidden], writes=[self._loss_sum])
@@ -248,10 +248,9 @@ class StepRunner:
             flat = self._view(hidden, micro_batch).reshape(-1, self._hidden_size)
             hidden_grad = torch.empty_like(flat)
             with self._skeleton.bound(params, head=True):
-                loss = chunked_loss_backward(
-                    self._skeleton.logits, flat, micro_batch.labels, micro_batch.rows, self._loss_chunk_rows, self._scale,
-                    list(params.values()), [views[name] for name in params], hidden_grad,
-                )  # fmt: skip
+                sums = [views[name] for name in params]
+                labels, rows = micro_batch.labels, micro_batch.rows
+                loss = self._loss.backward(flat, labels, rows, self._scale, list(params.values()), sums, hidden_grad)
             self._loss_sum.tensor.add_(loss)
             flat.copy_(hidden_grad)
 

@@ -171,7 +171,9 @@ class Trainer:
         device = make_device(job.plan.device)
         packs, length = config.packs_per_step, config.data.sequence_length
         offload = Path(config.memory.offload_folder).expanduser() if config.memory.offload_folder else None
-        self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, config.train.seed, offload)
+        compiled = config.kernels == "compiled" or config.kernels == "auto" and device.torch_device.type == "cuda"
+        seed = config.train.seed
+        self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, seed, offload, compiled)
         if self.engine.store.pinned.refusal:
             self.report(Notice("warning", self.engine.store.pinned.refusal))
         disk = self.engine.store.disk
@@ -219,7 +221,8 @@ class Trainer:
 
     def _loop(self) -> str:
         """Until the last step ("finished") or a command ("stopped", "stopped without saving")."""
-        self.report(Phase("train", self.step, self.job.num_steps, "steps"))
+        compiler = self.engine.compiler
+        self._report_phase("compile" if compiler.enabled else "train")  # the first use of each kernel compiles it
         if self.step == 0:
             self._evaluate(due=bool(self.config.evaluation.every_steps))  # what training is compared with
         last = time.perf_counter()
@@ -231,6 +234,8 @@ class Trainer:
             batch = self.job.loader.step_batch(self.step)
             loss, grad_norm = self.engine.train_step(batch, self.step)
             self._require_finite(loss, grad_norm)
+            if compiler.take_problem():
+                self.report(Notice("warning", f"Plain operations take the place of compiled kernels, slower: {compiler.problem}"))
             rate = learning_rate(self.config, self.step, self.job.num_steps)
             self.engine.decide(self._update(rate, grad_norm))
             self.step += 1
@@ -262,6 +267,9 @@ class Trainer:
         epoch = self.job.loader.epoch(self.step)
         self.report(StepDone(self.step, loss, grad_norm, rate, batch.num_tokens, batch.trained_tokens, step_s, epoch, *counters))
 
+    def _report_phase(self, name: str) -> None:
+        self.report(Phase(name, self.step, self.job.num_steps, "steps"))
+
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
 
@@ -277,7 +285,7 @@ class Trainer:
         loss, tokens = self.engine.evaluate(batches)
         self._evaluated_step = self.step
         self.report(EvalDone(self.step, loss, tokens, time.perf_counter() - start))
-        self.report(Phase("train", self.step, self.job.num_steps, "steps"))
+        self._report_phase("train")
         return True
 
     # -- commands

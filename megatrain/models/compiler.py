@@ -15,11 +15,17 @@ class Compiler:
         self.enabled = enabled
         self.backend = backend
         self.problem = ""  # why something is not compiled after all
+        self._told = False
         if enabled:
             from torch._dynamo import config
 
             config.trace_autograd_ops = True  # layers' backward calls torch.autograd.grad
             config.recompile_limit = max(config.recompile_limit, _RECOMPILES)
+
+    def take_problem(self) -> bool:
+        """Whether there is a problem that was not asked for before."""
+        new, self._told = bool(self.problem) and not self._told, bool(self.problem)
+        return new
 
     def compiled(self, function: Callable[..., Any], dynamic: bool) -> "Compiled":
         return Compiled(self, function, dynamic)

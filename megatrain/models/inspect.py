@@ -47,6 +47,7 @@ def model_shape(skeleton: Skeleton, name: str) -> ModelShape:
         tied_head=skeleton.tied,
         blocks=tuple(_block_shape(skeleton, layout, experts, active) for layout in skeleton.layouts),
         eager_attention=skeleton.model.config._attn_implementation == "eager",
+        packed_attention=skeleton.packed,
     )
 
 

@@ -265,6 +265,7 @@ def main(argv: list[str] | None = None, parts: Parts | None = None) -> int:
     arguments = parser.parse_args(argv)
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
         os.environ.setdefault(name, "1")  # bars would fill the log
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(arguments.folder.resolve().parents[1] / "cache" / "kernels"))  # kept between runs
     faulthandler.enable()
     start_log(arguments.folder)
     stop = threading.Event()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain import costs
-from megatrain.costs import Work
+from megatrain import activation_costs, costs
 from megatrain.engine.debug import Debug
 from megatrain.engine.device import Buffer, Device
 from megatrain.engine.engine import Engine
@@ -16,6 +15,7 @@ from megatrain.models.inspect import model_shape
 from megatrain.models.skeleton import Skeleton
 from megatrain.plan import Placement, Plan, Tier
 from megatrain.precision import PRECISIONS
+from megatrain.work import ALIGNED_PARTS, ALIGNMENT_ELEMENTS, Work, micro_batch_tokens
 from tests.families import FAMILIES
 from tests.parity import DISK_PLACEMENTS
 
@@ -54,8 +54,8 @@ def skeleton(family: str, precision: str) -> Skeleton:
 def alignment_slack(work: Work, plan: Plan) -> int:
     """The most that gaps between parameters can make of all homes, slots and sums together."""
     copies = len(work.shape.blocks) + plan.weight_slots + plan.grad_slots + 2
-    gaps = costs.ALIGNED_PARTS * costs.ALIGNMENT_ELEMENTS
-    return copies * (costs.ALIGNED_PARTS * costs.ALIGNMENT_BYTES + gaps * (4 + 2 + 4 + 8 + 4))
+    gaps = ALIGNED_PARTS * ALIGNMENT_ELEMENTS
+    return copies * (ALIGNED_PARTS * costs.ALIGNMENT_BYTES + gaps * (4 + 2 + 4 + 8 + 4))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -77,12 +77,10 @@ def test_the_engine_takes_what_the_ledger_says(family: str, precision: str, cut:
         finally:
             engine.close()
         sums = costs.ledger(work, plan)
-        on_demand = (
-            costs.layer_graph_bytes(work, plan) + costs.layer_call_bytes(work, plan) + costs.parameter_gradient_bytes(work)
-            + costs.logits_chunk_bytes(work, plan) + costs.update_scratch_bytes(work, plan)
-        )  # fmt: skip
+        hidden = activation_costs.hidden_state_bytes(work, plan)
+        on_demand = activation_costs.activation_bytes(work, plan) - hidden + costs.update_scratch_bytes(work, plan)
         promised = sums.vram_bytes - sums.vram["context"] - on_demand
-        spare_hidden = costs.HIDDEN_SPARES * costs.micro_batch_tokens(work, plan) * shape.hidden_size * row.weight_bytes
+        spare_hidden = activation_costs.HIDDEN_SPARES * micro_batch_tokens(work, plan) * shape.hidden_size * row.weight_bytes
         slack = alignment_slack(work, plan)
         assert device.taken - SCALARS <= promised <= device.taken + slack + spare_hidden, (placement, cut)
         host = sums.ram_bytes - sums.ram["context"] - costs.update_staging_host_bytes(work, plan) - costs.disk_copy_host_bytes(work, plan)

@@ -19,6 +19,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is() -> None:
     assert add_fast(torch.ones(2), torch.ones(2)).tolist() == [3.0, 3.0]
     assert not add_fast.works
     assert compiler.problem
+    assert [compiler.take_problem(), compiler.take_problem()] == [True, False], "told once"
 
 
 def test_memory_that_is_missing_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

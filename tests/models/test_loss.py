@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megatrain.models.loss import chunked_loss, chunked_loss_backward
+from megatrain.activation_costs import FUSED_LOSS_ROWS
+from megatrain.models.compiler import Compiler
+from megatrain.models.loss import ChunkedLoss
 
 TOKENS, WIDTH, VOCAB = 128, 32, 50
 
@@ -33,10 +35,14 @@ def data(labelled: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden, labels, rows
 
 
+def chunked(head: Head, rows: int) -> ChunkedLoss:
+    return ChunkedLoss(head, rows, Compiler(enabled=False))
+
+
 def backward(head: Head, hidden: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, chunk: int, scale: float = 1.0):
     grads = [torch.zeros(p.shape) for p in head.parameters()]
     hidden_grad = torch.full_like(hidden, float("nan"))
-    loss = chunked_loss_backward(head, hidden, labels, rows, chunk, scale, list(head.parameters()), grads, hidden_grad)
+    loss = chunked(head, chunk).backward(hidden, labels, rows, scale, list(head.parameters()), grads, hidden_grad)
     return loss, grads, hidden_grad
 
 
@@ -55,7 +61,7 @@ def test_equals_autograd_through_all_logits(labelled: int, chunk: int) -> None:
     for a, b in zip((hidden_grad, *grads), found, strict=True):
         assert float((a - b).norm()) <= 1e-6 * float(b.norm())
     assert not hidden_grad[labels == -100].any()
-    assert float(chunked_loss(head, hidden, labels, rows, chunk)) == pytest.approx(float(wanted), rel=1e-6)
+    assert float(chunked(head, chunk).evaluate(hidden, labels, rows)) == pytest.approx(float(wanted), rel=1e-6)
 
 
 def test_one_chunk_or_64_give_the_same_weight_gradient_in_bf16() -> None:
@@ -79,7 +85,7 @@ def test_gradients_are_added_to_what_is_there() -> None:
     head, (hidden, labels, rows) = Head(), data(40)
     _, once, _ = backward(head, hidden, labels, rows, 16)
     twice = [value.clone() for value in once]
-    chunked_loss_backward(head, hidden, labels, rows, 16, 1.0, list(head.parameters()), twice, torch.empty_like(hidden))
+    chunked(head, 16).backward(hidden, labels, rows, 1.0, list(head.parameters()), twice, torch.empty_like(hidden))
     for a, b in zip(twice, once, strict=True):
         torch.testing.assert_close(a, 2 * b)
 
@@ -90,5 +96,18 @@ def test_without_labels_nothing_is_computed() -> None:
     assert float(loss) == 0
     assert not any(grad.any() for grad in grads)
     assert not hidden_grad.any()
-    assert float(chunked_loss(head, hidden, labels, rows, 16)) == 0
+    assert float(chunked(head, 16).evaluate(hidden, labels, rows)) == 0
     assert head.calls == []
+
+
+def test_fused_chunks_are_longer_and_worth_the_same() -> None:
+    head, (hidden, labels, rows) = Head(), data(100)
+    compiler = Compiler(enabled=True, backend="aot_eager")
+    grads = [torch.zeros(p.shape) for p in head.parameters()]
+    hidden_grad = torch.empty_like(hidden)
+    loss = ChunkedLoss(head, 10, compiler).backward(hidden, labels, rows, 0.5, list(head.parameters()), grads, hidden_grad)
+    assert compiler.problem == ""
+    assert head.calls == [10 * FUSED_LOSS_ROWS, 10 * FUSED_LOSS_ROWS, 20]
+    wanted = backward(Head(), hidden, labels, rows, 10, scale=0.5)
+    for found, other in zip((loss, *grads, hidden_grad), (wanted[0], *wanted[1], wanted[2]), strict=True):
+        assert float((found - other).norm()) <= 1e-6 * float(other.norm())
