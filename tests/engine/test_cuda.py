@@ -46,14 +46,15 @@ def plan_of(placement: Placement, blocks: int, **changes: object) -> Plan:
 
 
 def run_engine(
-    family: str, precision: str, weights: dict[str, torch.Tensor], batches: list[PackedBatch], name: str, device: Device, eps: float = 1e-4
+    family: str, precision: str, weights: dict[str, torch.Tensor], batches: list[PackedBatch], name: str, device: Device,
+    eps: float = 1e-4, compiled: bool = False,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(losses, norms, first gradients, last masters) of STEPS steps."""
     placement, changes = PLACEMENTS[name]
     skeleton = Skeleton(FAMILIES[family](), getattr(torch, PRECISIONS[precision].compute_dtype))
     plan = plan_of(placement, len(skeleton.layouts), **changes)
     disk = Path(tempfile.gettempdir())
-    engine = Engine(skeleton, plan, PRECISIONS[precision], torch.float32, device, PACKS, LENGTH, offload_folder=disk)
+    engine = Engine(skeleton, plan, PRECISIONS[precision], torch.float32, device, PACKS, LENGTH, 0, disk, compiled)
     engine.load_weights(lambda names: {name: weights[name] for name in names})
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches):
@@ -63,6 +64,7 @@ def run_engine(
         losses.append(loss)
         norms.append(norm)
     engine.finish()
+    assert engine.compiler.problem == ""
     masters = engine.master_weights()
     engine.close()
     return losses, norms, gradients, masters
@@ -117,6 +119,22 @@ def test_fp32_equals_autograd_for_every_family(family: str) -> None:
     assert losses == pytest.approx(expected.losses, rel=1e-5)
     assert worst(gradients, expected.gradients) <= 1e-5
     assert worst(masters, expected.weights) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("family", ["llama_tied", "qwen2"])
+def test_compiled_layers_equal_autograd(family: str) -> None:
+    weights, batches = start(family)
+    exact = reference_run(family, batches, torch.float32)
+    losses, norms, gradients, masters = run_engine(family, "fp32", weights, batches, "all ram", cuda(poison=True), compiled=True)
+    assert losses == pytest.approx(exact.losses, rel=1e-5)
+    assert norms == pytest.approx(exact.grad_norms, rel=1e-5)
+    assert worst(gradients, exact.gradients) <= 1e-5
+    assert worst(masters, exact.weights) <= 1e-5
+    plain = reference_run(family, batches, torch.bfloat16)
+    losses, _, gradients, masters = run_engine(family, "bf16", weights, batches, "all ram", cuda(poison=True), compiled=True)
+    assert distance(gradients, exact.gradients) <= 1.2 * distance(plain.gradients, exact.gradients)
+    assert losses == pytest.approx(exact.losses, rel=2e-2)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
