@@ -49,6 +49,9 @@ CHOICE = {
     "gradient_dtype.auto": "As the precision",
     "gradient_dtype.bfloat16": "bfloat16",
     "gradient_dtype.float32": "float32",
+    "kernels.auto": "Compiled on a GPU",
+    "kernels.compiled": "Compiled",
+    "kernels.plain": "Plain",
 }
 
 PLAN = {
@@ -116,9 +119,11 @@ NEW_RUN = {
     "card_review": "Review",
     "demo_model": "Built-in demo: small code model",
     "demo_data": "Built-in demo: docstrings and code of this Python",
+    "saved_data": "Saved: {name}",
     "local_model": "{name} ({size})",
     "retry": "Read again",
     "look": "Look at 5 rows",
+    "look_closely": "Open on the page Data",
     "reading_rows": "Reading rows",
     "preset": "Start from",
     "preset_help": "Sets the fields below; each can be changed afterwards.",
