@@ -12,7 +12,7 @@ import gradio as gr
 from megatrain.runs.supervisor import list_runs
 from ui.context import Context, checked_run_id
 from ui.feed import Feeds
-from ui.pages import monitor, new_run, runs
+from ui.pages import data, monitor, new_run, runs
 from ui.widgets import status_strip
 from ui.words import text
 
@@ -20,6 +20,7 @@ PAGES: tuple[tuple[str, Callable[[Context], None]], ...] = (
     ("new_run", new_run.build),
     ("monitor", monitor.build),
     ("runs", runs.build),
+    ("data", data.build),
 )
 
 

@@ -64,8 +64,7 @@ def widget(key: str, **overrides: Any) -> gr.components.Component:
     """
     item = OPTIONS[key]
     kind, optional = value_type(item)
-    common = {"label": label(key), "info": info(item), "value": shown(key, item.default), "interactive": True,
-              "elem_id": f"option-{key.replace('.', '-')}", **overrides}  # fmt: skip
+    common = {"label": label(key), "info": info(item), "value": shown(key, item.default), "interactive": True, **overrides}
     if "choices" in overrides:
         return gr.Dropdown(**common)
     if "choices" in item.metadata:
@@ -90,16 +89,20 @@ def shown(key: str, value: Any) -> Any:
 
 
 class Form:
-    """The widgets of one page. Every option is placed exactly once; `components` refuses a form that is not whole."""
+    """The widgets of one page, for `keys`. Each is placed exactly once; `components` refuses a form that is not whole.
 
-    def __init__(self) -> None:
+    `prefix` begins the elements' ids, which are unique through all pages.
+    """
+
+    def __init__(self, keys: Sequence[str] = KEYS, prefix: str = "option") -> None:
+        self.keys, self._prefix = tuple(keys), prefix
         self._placed: dict[str, gr.components.Component] = {}
 
     def place(self, key: str, **overrides: Any) -> gr.components.Component:
         """Create the widget of `key` here, in the current Gradio context."""
         if key in self._placed:
             raise ValueError(f"{key} is already in the form")
-        self._placed[key] = widget(key, **overrides)
+        self._placed[key] = widget(key, **{"elem_id": f"{self._prefix}-{key.replace('.', '-')}", **overrides})
         return self._placed[key]
 
     def __getitem__(self, key: str) -> gr.components.Component:
@@ -107,11 +110,21 @@ class Form:
 
     @property
     def components(self) -> list[gr.components.Component]:
-        """All widgets in the order of KEYS."""
-        missing = [key for key in KEYS if key not in self._placed]
+        """All widgets in the order of `keys`."""
+        missing = [key for key in self.keys if key not in self._placed]
         if missing:
             raise ValueError(f"the form lacks {', '.join(missing)}")
-        return [self._placed[key] for key in KEYS]
+        return [self._placed[key] for key in self.keys]
+
+    def of(self, raw: Sequence[Any]) -> list[Any]:
+        """What this form's widgets show of values for all KEYS."""
+        shown = dict(zip(KEYS, raw, strict=True))
+        return [shown[key] for key in self.keys]
+
+    def spread(self, own: Sequence[Any], raw: Sequence[Any]) -> list[Any]:
+        """`raw` for all KEYS with this form's values in it."""
+        changed = dict(zip(self.keys, own, strict=True))
+        return [changed.get(key, value) for key, value in zip(KEYS, raw, strict=True)]
 
 
 def values(config: RunConfig) -> list[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import gradio as gr
 
 STATIC = Path(__file__).parent / "static"
-CSS = "\n".join((STATIC / name).read_text("utf-8") for name in ("style.css", "widgets.css", "form.css", "runs.css"))
+CSS = "\n".join((STATIC / name).read_text("utf-8") for name in ("style.css", "widgets.css", "form.css", "runs.css", "data.css"))
 
 ACCENT = gr.themes.Color(
     c50="#eef4ff", c100="#dbe7fe", c200="#bfd3fd", c300="#93b4fb", c400="#6490f6", c500="#3b6fe8",

@@ -17,6 +17,7 @@ from megatrain.data.files import Row
 from megatrain.data.formats import BadRow, Conversation, Example, Pair, Text, read_row
 from megatrain.data.prepare import prepare
 from megatrain.data.recipes import Part, parts
+from megatrain.data.report import NothingTrainedError
 from megatrain.data.sources import Source, open_source
 from megatrain.data.tokenise import SNIFFED_ROWS, chosen_format, fitted
 from megatrain.errors import DataError, MegaTrainError
@@ -232,7 +233,7 @@ def main() -> int:
                     answer = browser.statistics(cancelled)
             _say(answer=answer)
         except MegaTrainError as error:
-            _say(error=error.message, hint=error.hint)
+            _say(error=error.message, hint=error.hint, nothing_trained=isinstance(error, NothingTrainedError))
         except RecursionError:
             _say(error="A row is nested too deeply to be shown.", hint="Correct the row.")
 

@@ -15,8 +15,9 @@ Tokenizers load in a process of their own (browse.py), which lives as long as th
         preview.statistics()     the DataReport as a dict, and "trained_share", "steps_per_epoch"; tokenises everything into the
                                  workspace's cache, where a run finds it. `progress(done, total)` in rows; `cancelled()` is polled.
 
-Without a tokenizer folder there are rows and search, and no tokens and figures. What goes wrong is a DataError. Requests are
-answered one after the other: for rows while figures are made, take a second Preview.
+Without a tokenizer folder there are rows and search, and no tokens and figures. What goes wrong is a DataError, for figures a
+NothingTrainedError where no row gives a token to train on. Requests are answered one after the other: for rows while figures
+are made, take a second Preview.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from typing import Any
 
 from megatrain.config import RunConfig
 from megatrain.data import recipes
+from megatrain.data.report import NothingTrainedError
 from megatrain.errors import DataError
 from megatrain.platform import stop_child
 
@@ -41,9 +43,10 @@ START_S, ANSWER_S = 120.0, 60.0
 
 
 class Preview:
-    """A look at the data of one configuration."""
+    """A look at the data of one configuration. `cancelled` is polled until it is open; then its process is ended, and DataError raised."""
 
-    def __init__(self, config: RunConfig, tokenizer_folder: Path | None, workspace: Path) -> None:
+    def __init__(self, config: RunConfig, tokenizer_folder: Path | None, workspace: Path,
+                 cancelled: Callable[[], bool] | None = None) -> None:  # fmt: skip
         config = replace(config, data=recipes.located(config.data, workspace))
         request = {"config": asdict(config), "tokenizer": str(tokenizer_folder) if tokenizer_folder else "",
                    "cache": str(workspace / "cache" / "data")}  # fmt: skip
@@ -54,10 +57,14 @@ class Preview:
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
         try:
-            self.about = self._ask({"do": "open", **request}, START_S)
+            self.about = self._ask({"do": "open", **request}, START_S if cancelled is None else None, cancelled=cancelled)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def rows(self, start: int, count: int) -> dict[str, Any]:
         return self._ask({"do": "rows", "start": start, "count": count})
@@ -91,6 +98,8 @@ class Preview:
                     answer = self._answers.get(timeout=_POLL_S)
                 except queue.Empty:
                     if cancelled is not None and cancelled():
+                        if request["do"] == "open":
+                            raise DataError("Opening the data was stopped.", "Open it again.") from None
                         self._say({"do": "cancel"})
                         cancelled = None
                     if give_up is not None and time.monotonic() > give_up:
@@ -104,7 +113,7 @@ class Preview:
                         progress(answer["done"], answer["total"])
                     continue
                 if "error" in answer:
-                    raise DataError(answer["error"], answer["hint"])
+                    raise (NothingTrainedError if answer.get("nothing_trained") else DataError)(answer["error"], answer["hint"])
                 return dict(answer["answer"])
 
     def _say(self, request: dict[str, Any]) -> None:

@@ -73,6 +73,19 @@ def parts(config: DataConfig) -> list[Part]:
     return made
 
 
+def recipe_of(config: DataConfig, workspace: Path) -> Recipe:
+    """What `config` reads, to be saved under a name: its sources, and the settings that are not the defaults."""
+    plain = DataConfig()
+    own = {key: getattr(config, key) for key in SETTING_KEYS if getattr(config, key) != getattr(plain, key)}
+    file = file_of(config, workspace)
+    if file is not None:
+        known = load(file).placed_in(file.parent)
+        return replace(known, settings=known.settings | own)
+    reading = {key: getattr(config, key) for key in SOURCE_KEYS if key not in ("path", "weight")}
+    changed = {key: value for key, value in reading.items() if value != getattr(plain, key)}
+    return Recipe([{"path": config.path.strip(), **changed}], own).placed_in(Path.cwd())
+
+
 def _placed(text: str, folder: Path) -> str:
     beside = folder / Path(text).expanduser()
     return str(beside.absolute()) if text != DEMO and beside.exists() else text

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.errors import DataError
+
 MAX_EXAMPLES = 3
 MAX_REASONS = 30  # further reasons are counted together
 OTHER_REASONS = "other reasons"
@@ -15,6 +17,10 @@ SPLIT = "longer than the sequence length: split"
 DUPLICATE = "the same as an earlier row"
 LENGTH_EDGES = sorted({round(2 ** (half / 2)) for half in range(4, 61)})
 _EXCERPT_CHARACTERS = 200
+
+
+class NothingTrainedError(DataError):
+    """No row gives a token to train on."""
 
 
 @dataclass(frozen=True)

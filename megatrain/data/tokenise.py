@@ -31,7 +31,7 @@ from megatrain.data.chat import Encoded, Encoder, load_tokenizer
 from megatrain.data.files import Row
 from megatrain.data.formats import PREFERENCE_NOTE, BadRow, Example, Text, detect, read_row
 from megatrain.data.packing import cut_conversation, split_text
-from megatrain.data.report import CUT, SPLIT, DataReport, Tally
+from megatrain.data.report import CUT, SPLIT, DataReport, NothingTrainedError, Tally
 from megatrain.data.sources import Source, open_source
 from megatrain.engine.events import Phase
 from megatrain.errors import DataError
@@ -104,8 +104,8 @@ class Build:
         if not self.tally.read:
             raise DataError(f"There is no row in {name}.", "Check that it is the right file and that it is not empty.")
         if not self.tally.trained_tokens:
-            raise DataError(f"None of the {self.tally.read} rows of {name} gives a token to train on. {self.tally.problem()}",
-                            "Correct the rows, or set data.format.")  # fmt: skip
+            raise NothingTrainedError(f"None of the {self.tally.read} rows of {name} gives a token to train on. {self.tally.problem()}",
+                                      "Correct the rows, or set data.format.")  # fmt: skip
 
     def _restored(self, details: dict[str, Any]) -> Tally:
         """The counts up to the last shard that an earlier build finished."""

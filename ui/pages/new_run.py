@@ -13,25 +13,24 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context as Building
 
-from megatrain.config import DEMO, RunConfig
+from megatrain.config import RunConfig
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.runs.supervisor import create_run, start_worker
-from ui import draft, form, plan_view, presets
+from ui import data_fields, draft, form, looks, plan_view, presets
 from ui.context import Context
+from ui.data_fields import DATA_CARD
 from ui.planning import Outlook, Planning
 from ui.review_view import command_line, data_facts, facts, note, problem_list, refusal, review, rows_view
 from ui.words import text
 
 # Where each option stands. What is not named here is in Advanced, so a new option of the configuration appears by itself.
 MODEL_CARD = ("model.path",)
-DATA_CARD = ("data.path", "data.format", "data.train_on")
 TRAINING_CARD = ("train.num_steps", "train.num_epochs", "train.learning_rate", "data.sequence_length", "train.global_batch_tokens")
 TIERS_CARD = ("precision", "memory.vram_limit_gib", "memory.ram_limit_gib",
               "memory.weights", "memory.masters", "memory.grads", "memory.moments")  # fmt: skip
 REVIEW_CARD = ("name", "checkpoint.every_minutes", "checkpoint.keep")
 PLACED = MODEL_CARD + DATA_CARD + TRAINING_CARD + TIERS_CARD + REVIEW_CARD
 ADVANCED = tuple(key for key in form.KEYS if key not in PLACED)
-MODEL_AT = form.KEYS.index("model.path")
 SECTIONS = ("model", "data", "train", "memory", "checkpoint", "evaluation")
 
 # Two clicks within two seconds are one wish: they carry one id, and the second is answered with the first one's run.
@@ -93,19 +92,17 @@ class NewRunPage:
 
     def _model_card(self) -> None:
         with _card("model"):
-            choices = self.planning.model_choices()
-            self.form.place("model.path", choices=choices, allow_custom_value=True, filterable=True)
+            data_fields.place_model(self.form, self.planning)
             self.facts = gr.HTML(apply_default_css=False, elem_id="model-facts")
             self.retry = gr.Button(text("new_run.retry"), size="sm", visible=False, elem_classes="inline")
 
     def _data_card(self) -> None:
         with _card("data"):
-            self.form.place("data.path", choices=[(text("new_run.demo_data"), DEMO)], allow_custom_value=True)
-            with gr.Row():
-                self.form.place("data.format", min_width=200)
-                self.form.place("data.train_on", min_width=200)
+            data_fields.place_data(self.form, self.planning)
             self.data_facts = gr.HTML(apply_default_css=False, elem_id="data-facts")
-            self.look = gr.Button(text("new_run.look"), size="sm", elem_classes="inline")
+            with gr.Row(elem_classes="look-buttons"):
+                self.look = gr.Button(text("new_run.look"), size="sm", elem_classes="inline")
+                self.look_closely = gr.Button(text("new_run.look_closely"), size="sm", elem_classes="inline", elem_id="look-closely")
             self.rows = gr.HTML(apply_default_css=False, elem_id="data-rows")
 
     def _training_card(self) -> None:
@@ -129,9 +126,7 @@ class NewRunPage:
         if not keys:
             return
         gr.HTML(apply_default_css=False, value=f'<h4 class="section">{text("new_run.section_" + (section or "run"))}</h4>')
-        with gr.Row(elem_classes="options"):
-            for key in keys:
-                self.form.place(key, min_width=200)
+        data_fields.place_options(self.form, keys)
 
     def _tiers_card(self) -> None:
         with _card("tiers"):
@@ -179,6 +174,7 @@ class NewRunPage:
         self.retry.click(self.read_again, fields, shown, **QUIET)
         self.look.click(self.look_at_rows, fields, [self.rows, self.look_timer], **QUIET)
         self.look_timer.tick(self.look_at_rows, fields, [self.rows, self.look_timer], **QUIET)
+        self.look_closely.click(self.look_on_data_page, fields, [self.rows, *self.ctx.open_outputs], **QUIET)
         self.load_yaml.click(self.fill_from_yaml, [self.yaml, *fields], [self.yaml_note, *fields], **QUIET)
         self.upload.upload(self.fill_from_file, [self.upload, *fields], [self.yaml_note, *fields], **QUIET)
         self.start.click(self.begin, [self.client_id, *fields], [self.started, *self.ctx.open_outputs], js=START_JS, **QUIET)
@@ -186,8 +182,7 @@ class NewRunPage:
     def load_draft(self) -> list[Any]:
         """The form as it was left; for a first visit the demo, ready to start."""
         raw = draft.load(self.ctx.workspace) or presets.initial(self.planning.machine())
-        models = gr.Dropdown(choices=self.planning.model_choices(), value=raw[MODEL_AT])
-        return ["yes", *raw[:MODEL_AT], models, *raw[MODEL_AT + 1 :]]
+        return ["yes", *data_fields.with_choices(self.form, self.planning, raw)]
 
     def replan(self, loaded: Any, *raw: Any) -> list[Any]:
         """Keep the draft, and show what follows from the form's values."""
@@ -238,6 +233,13 @@ class NewRunPage:
         """Five rows as the run would read them, or how far the reading is."""
         answer = self.planning.rows(raw)
         return [rows_view(answer), gr.Timer(active=answer is not None and answer.pending)]
+
+    def look_on_data_page(self, *raw: Any) -> tuple[Any, ...]:
+        """Open these data on the page Data, or say what has to be corrected first."""
+        problems = looks.open_look(self.ctx.workspace, raw)
+        if problems:
+            return problem_list(problems, text("new_run.to_correct")), gr.skip(), gr.skip()
+        return "", *self.ctx.open_page("data")
 
     def fill_from_yaml(self, source: Any, *raw: Any) -> list[Any]:
         """Fill the form from a written configuration; all its problems are listed, and then nothing changes."""

@@ -1,5 +1,5 @@
 /* The monitor's poll and its charts. One request a second brings the run, its figures and its log; other widgets hear about it. */
-const {el, show, setText, poll, say} = window.MegaTrain;
+const {el, show, setText, poll, say, painted} = window.MegaTrain;
 const texts = props.texts, stored = 'megatrain.charts';
 const defaults = {axis: 'step', window: 'all', smoothing: 20, log: false};
 const settings = {...defaults, ...saved()};
@@ -64,24 +64,6 @@ for (const name of props.names) {
   slots[name] = {card, plot, empty, drawn: false, inSight: false, waiting: null};
 }
 
-/* Colours are names of CSS variables, so one figure serves both themes. */
-function coloured(value, style) {
-  if (Array.isArray(value)) return typeof value[0] === 'object' ? value.map(item => coloured(item, style)) : value;
-  if (value && typeof value === 'object') return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item, style)]));
-  return typeof value === 'string' && value.startsWith('--mt-') ? style.getPropertyValue(value).trim() : value;
-}
-function themed(layout, style) {
-  const colour = name => style.getPropertyValue(name).trim();
-  const axis = own => ({gridcolor: colour('--mt-grid'), linecolor: colour('--mt-line'), tickfont: {size: 11}, showspikes: false, ...own});
-  const themedLayout = {
-    ...layout, autosize: true, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
-    font: {family: style.fontFamily, size: 12, color: colour('--mt-muted')},
-    hoverlabel: {bgcolor: colour('--mt-card'), bordercolor: colour('--mt-line'), font: {color: colour('--mt-text'), size: 12}},
-    xaxis: axis({...layout.xaxis, ...(zoom ? {range: zoom} : {})}), yaxis: axis(layout.yaxis),
-  };
-  if (layout.yaxis2) themedLayout.yaxis2 = axis(layout.yaxis2);
-  return themedLayout;
-}
 const config = {responsive: true, displaylogo: false, displayModeBar: false, doubleClick: false};
 
 function setZoom(range) {                     // all charts share one x range; detail for it comes with the next reply
@@ -110,11 +92,11 @@ async function paint(slot) {
     slot.drawn = false;
     return;
   }
-  const style = getComputedStyle(document.body);
   slot.plot.setAttribute('aria-label', figure.label);
   drawing += 1;
   try {
-    const drawn = window.Plotly.react(slot.plot, coloured(figure.data, style), themed(figure.layout, style), config);
+    const {data, layout} = painted(figure, zoom ? {range: zoom} : {});
+    const drawn = window.Plotly.react(slot.plot, data, layout, config);
     if (!slot.drawn) listen(slot.plot);
     slot.drawn = true;
     await drawn;

@@ -163,5 +163,25 @@ window.MegaTrain = (() => {
     };
   }
 
-  return {el, show, setText, filled, remember, land, openPage, poll, hear, say, seen, buttons, sender};
+  /* Colours of figures are names of CSS variables, so one figure serves both themes. */
+  function coloured(value, style) {
+    if (Array.isArray(value)) return typeof value[0] === 'object' ? value.map(item => coloured(item, style)) : value;
+    if (value && typeof value === 'object') return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item, style)]));
+    return typeof value === 'string' && value.startsWith('--mt-') ? style.getPropertyValue(value).trim() : value;
+  }
+  /** The data and layout that Plotly draws, in the colours of the theme; `xaxis` overrides the figure's own. */
+  function painted(figure, xaxis) {
+    const style = getComputedStyle(document.body), colour = name => style.getPropertyValue(name).trim();
+    const axis = own => ({gridcolor: colour('--mt-grid'), linecolor: colour('--mt-line'), tickfont: {size: 11}, showspikes: false, ...own});
+    const layout = {
+      ...coloured(figure.layout, style), autosize: true, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
+      font: {family: style.fontFamily, size: 12, color: colour('--mt-muted')},
+      hoverlabel: {bgcolor: colour('--mt-card'), bordercolor: colour('--mt-line'), font: {color: colour('--mt-text'), size: 12}},
+      xaxis: axis({...figure.layout.xaxis, ...xaxis}), yaxis: axis(figure.layout.yaxis),
+    };
+    if (layout.yaxis2) layout.yaxis2 = axis(layout.yaxis2);
+    return {data: coloured(figure.data, style), layout};
+  }
+
+  return {el, show, setText, filled, remember, land, openPage, poll, hear, say, seen, buttons, sender, painted};
 })();

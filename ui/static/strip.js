@@ -58,14 +58,15 @@ name.addEventListener('click', () => trigger('open', {run: current}));
 watch('value', refresh);
 
 /* Keys: g and a letter for a page, p pauses or continues, ? shows this list. Never while somebody types. */
-const pages = {n: 'new_run', m: 'monitor', r: 'runs'};
+const pages = {n: 'new_run', m: 'monitor', r: 'runs', d: 'data'};
 let leader = -Infinity;
 const typing = event => event.ctrlKey || event.metaKey || event.altKey
   || event.target.closest('input, textarea, select, [contenteditable], dialog') !== null;
 function keyList() {
   const row = (key, words) => el('li', {}, el('kbd', {}, key), ' ', words);
   const dialog = el('dialog', {class: 'mt-dialog', 'aria-label': texts.keys}, el('h3', {}, texts.keys), el('ul', {class: 'key-list'},
-    row('g n', texts.page_new_run), row('g m', texts.page_monitor), row('g r', texts.page_runs), row('p', texts.key_pause), row('?', texts.keys)),
+    row('g n', texts.page_new_run), row('g m', texts.page_monitor), row('g r', texts.page_runs), row('g d', texts.page_data),
+    row('p', texts.key_pause), row('?', texts.keys)),
   el('div', {class: 'mt-dialog-buttons'}, el('button', {class: 'mt-button', type: 'button', onclick: () => dialog.close()}, texts.close)));
   dialog.addEventListener('close', () => dialog.remove());
   document.body.append(dialog);

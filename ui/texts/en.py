@@ -1,5 +1,6 @@
-"""English. One dict per part of the dashboard; values may hold {placeholders}. The New run page has a file of its own."""
+"""English. One dict per part of the dashboard; values may hold {placeholders}. The pages New run and Data have files of their own."""
 
+from ui.texts.en_data import DATA
 from ui.texts.en_new_run import CHOICE, FORM, NEW_RUN, PLAN
 
 SHELL = {
@@ -7,6 +8,7 @@ SHELL = {
     "page_new_run": "New run",
     "page_monitor": "Monitor",
     "page_runs": "Runs",
+    "page_data": "Data",
     "no_run": "No run yet",
     "no_run_hint": "Choose a model and data, and press Start.",
     "unreachable": "The dashboard does not answer. Training goes on; this page reconnects by itself.",
@@ -230,5 +232,5 @@ RUNS = {
 
 TEXTS = {
     "form": FORM, "choice": CHOICE, "plan": PLAN, "shell": SHELL, "states": STATES, "monitor": MONITOR, "charts": CHARTS,
-    "new_run": NEW_RUN, "runs": RUNS,
+    "new_run": NEW_RUN, "runs": RUNS, "data": DATA,
 }  # fmt: skip
