@@ -1,4 +1,4 @@
-"""AdamW with decoupled weight decay on flat states: one fused kernel on the CPU, torch's operations elsewhere.
+"""AdamW with decoupled weight decay on flat states: one fused kernel where there is one, torch's operations elsewhere.
 
 The order of operations is that of `torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Torch's
 operations give its bits for equal gradients; the fused kernel is within its rounding. The operations work piece by piece,
@@ -14,6 +14,7 @@ from megatrain.engine import adamw_cpu
 from megatrain.engine.adamw_cpu import Scalars, States
 from megatrain.engine.codecs import merge_master, split_master
 from megatrain.models.blocks import BlockLayout
+from megatrain.models.compiler import Compiled
 
 _PIECE_PER_THREAD = 1 << 17  # elements: what a CPU core's cache holds of all states
 DEVICE_PIECE = 1 << 24  # on the GPU: what its temporaries may take
@@ -53,8 +54,9 @@ def update_block(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     update: Update,
+    fused: Compiled | None = None,
 ) -> None:
-    """Update one block in place; all tensors on one device.
+    """Update one block in place; all tensors on one device. fused: `adamw_gpu.update_piece`, compiled, for a GPU.
 
     weights: bytes as BlockLayout lays them out. masters: [numel_a] int16, or None when the weights are fp32.
     grads: [numel] bf16 or fp32, kept. exp_avg, exp_avg_sq: [numel] fp32.
@@ -69,8 +71,16 @@ def update_block(
             rests = None if masters is None else masters[first:last]
         states = States(params, rests, grads[first:last], exp_avg[first:last], exp_avg_sq[first:last])
         scalars = update.scalars(decay)
-        if weights.device.type != "cpu" or not adamw_cpu.update_range(states, scalars):
+        if weights.device.type != "cpu" and fused is not None and fused.works:
+            _update_fused(states, scalars, fused)
+        elif weights.device.type != "cpu" or not adamw_cpu.update_range(states, scalars):
             _update_range(states, scalars)
+
+
+def _update_fused(states: States, scalars: Scalars, fused: Compiled) -> None:
+    numbers = torch.tensor(scalars, dtype=torch.float32, device=states.params.device)
+    for start in range(0, len(states.params), DEVICE_PIECE):
+        fused(*(None if state is None else state[start : start + DEVICE_PIECE] for state in states), numbers)
 
 
 def _update_range(states: States, scalars: Scalars) -> None:

@@ -75,11 +75,11 @@ class Engine:
         cache = WeightCache(self.store, plan, skeleton.tied, device)
         gradients = GradientFlow(self.store, plan, skeleton.tied, num_groups, device)
         hidden = activations.HiddenStore(num_layers, group, hidden_numel, dtype, plan.inputs_tier, self.store, device)
-        self.optimizer = Optimizer(self.store, cache, device, plan.disk_slots)
+        self.compiler = Compiler(compile_layers)
+        self.optimizer = Optimizer(self.store, cache, device, self.compiler, plan.disk_slots)
         self._cache = cache
         chunk = loss_chunk_rows(config.vocab_size)
         cut = replace(plan, group_micro_batches=group)  # a held-out batch may have more packs than a step
-        self.compiler = Compiler(compile_layers)
         self._runner = StepRunner(skeleton, cache, gradients, hidden, self.optimizer, device, cut, hidden_size, chunk, seed, self.compiler)
         device.synchronize()
 

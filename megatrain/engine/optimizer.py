@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatrain.engine.adamw import Update, update_block
+from megatrain.engine.adamw_gpu import update_piece
 from megatrain.engine.device import COMPUTE, D2H, DISK_WRITE, H2D, HOST, Buffer, Device
 from megatrain.engine.slots import WeightCache
 from megatrain.engine.tiers import BlockStates, StateStore
 from megatrain.errors import TrainingError
+from megatrain.models.compiler import Compiled, Compiler
 from megatrain.plan import Tier
 
 _STATES = ("masters", "grads", "exp_avg", "exp_avg_sq")  # the weights are handled apart: forward needs them too
@@ -23,12 +25,13 @@ _STATES = ("masters", "grads", "exp_avg", "exp_avg_sq")  # the weights are handl
 class Optimizer:
     """Deferred AdamW over the blocks of a store."""
 
-    def __init__(self, store: StateStore, cache: WeightCache, device: Device, disk_slots: int = 0) -> None:
+    def __init__(self, store: StateStore, cache: WeightCache, device: Device, compiler: Compiler, disk_slots: int = 0) -> None:
         self._store = store
         # updates that are launched before their block's turn: all, or as many as there are slots for states from disk
         self._ahead = max(1, disk_slots - 1) if store.disk is not None else len(store.blocks)
         self._cache = cache
         self._device = device
+        self._fused = compiler.compiled(update_piece, dynamic=True) if compiler.enabled else None
         self._update: Update | None = None
         self._pending: set[int] = set()
         self._launched: set[int] = set()
@@ -104,7 +107,7 @@ class Optimizer:
             gate = None
         used = [weights, *(buffer for buffer in states.values() if buffer is not None)]
         lane = COMPUTE if on_device else HOST
-        self._device.launch(lane, _work(block, weights, states, update, gate), writes=used)  # type: ignore[arg-type]
+        self._device.launch(lane, _work(block, weights, states, update, self._fused, gate), writes=used)  # type: ignore[arg-type]
         for name, buffer in states.items():
             self._send_back(index, name, buffer, on_device)
         if on_device and weights is not block.weights:
@@ -160,7 +163,12 @@ class Optimizer:
 
 
 def _work(
-    block: BlockStates, weights: Buffer, states: Mapping[str, Buffer | None], update: Update, gate: threading.Event | None
+    block: BlockStates,
+    weights: Buffer,
+    states: Mapping[str, Buffer | None],
+    update: Update,
+    fused: Compiled | None,
+    gate: threading.Event | None,
 ) -> Callable[[], None]:
     layout = block.layout
     masters = states["masters"].tensor[: layout.numel_a] if states["masters"] is not None else None
@@ -169,6 +177,6 @@ def _work(
     def work() -> None:
         if gate is not None:
             gate.wait()
-        update_block(layout, weights.tensor, masters, grads, exp_avg, exp_avg_sq, update)
+        update_block(layout, weights.tensor, masters, grads, exp_avg, exp_avg_sq, update, fused)
 
     return work

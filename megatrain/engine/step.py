@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain.data.batch import IGNORE_INDEX, PackedBatch
 from megatrain.engine.activations import HiddenStore
-from megatrain.engine.device import COMPUTE, D2H, Buffer, Device
+from megatrain.engine.device import COMPUTE, Buffer, Device
 from megatrain.engine.gradients import GradientFlow
 from megatrain.engine.optimizer import Optimizer
 from megatrain.engine.schedule import Do, Op, forward_ops, split_groups, step_ops
@@ -159,7 +159,10 @@ class StepRunner:
     def _read_result(self) -> tuple[float, float]:
         both, sources = self._both, (self._loss_sum, self._gradients.square_sum)
         self._device.launch(COMPUTE, lambda: _join(both.tensor, *(s.tensor for s in sources)), reads=sources, writes=[both])
-        self._device.wait(self._device.copy(D2H, self._result, both), "gpu")
+        # not on the lane of the gradients: the last of them need not be home
+        result = self._result
+        done = self._device.launch(COMPUTE, lambda: result.tensor.copy_(both.tensor, non_blocking=True), reads=[both], writes=[result])
+        self._device.wait(done, "gpu")
         return float(self._result.tensor[0]), float(self._result.tensor[1])
 
     def _set_mode(self) -> None:

@@ -333,7 +333,7 @@ class Skeleton:
         self._final_hidden = rows
         try:
             with recording_with(ids):  # nothing attends here: any tensor will do
-                return self.model(**inputs).logits[:, 0]
+                return self.model(**inputs).logits.squeeze(1)  # a view backwards too: an index would copy all logits
         finally:
             self._final_hidden = None
 

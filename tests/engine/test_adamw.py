@@ -11,6 +11,7 @@ import torch
 from megatrain.engine import adamw, adamw_cpu
 from megatrain.engine.adamw import Update, update_block
 from megatrain.engine.adamw_cpu import States
+from megatrain.engine.adamw_gpu import update_piece
 from megatrain.engine.codecs import merge_master, split_master
 from megatrain.models.blocks import BlockLayout, lay_out
 
@@ -225,3 +226,22 @@ def test_without_numba_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch, c
         block.update(update_at(1))
     assert "numba does not load" in caplog.text
     assert not torch.equal(block.weights, before)
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("split", [False, True])
+def test_what_is_compiled_for_a_gpu_computes_the_same(gradient_dtype: torch.dtype, split: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    master, first = (torch.randn(1033, generator=generator) for _ in range(2))
+    grads, second = torch.randn(1033, generator=generator).to(gradient_dtype), first.square()
+    halves, rests = torch.empty(1033, dtype=torch.bfloat16), torch.empty(1033, dtype=torch.int16)
+    split_master(master, halves, rests)
+    states = States(halves if split else master, rests if split else None, grads, first, second)
+    expected = States(*(None if state is None else state.clone() for state in states))
+    scalars = update_at(3, clip=0.7).scalars(decay=True)
+    adamw._update_range(expected, scalars)
+    update_piece(*states, torch.tensor(scalars))
+    for state, value in zip((states.exp_avg, states.exp_avg_sq), (expected.exp_avg, expected.exp_avg_sq), strict=True):
+        torch.testing.assert_close(state, value, rtol=1e-6, atol=2e-7)
+    found, wanted = ((merge_master(s.params, s.rests) if split else s.params) for s in (states, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-7)

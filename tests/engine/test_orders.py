@@ -118,7 +118,6 @@ FAULTS = [
     ("updates on both sides", "writes", "weights of"),
     ("everything on disk, 2 slots", "writes", "disk slot"),  # states are updated before they are read, or lost to the next block
     ("everything on disk, 2 slots", "reads", "disk slot"),
-    ("inputs in RAM", "reads", "loss and norm"),  # the host reads numbers of the step before
 ]
 
 
