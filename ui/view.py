@@ -21,7 +21,7 @@ ETA_HIDDEN_STEPS = 10  # the first steps are slower and say little
 LOSS_SMOOTHING = 20.0  # steps
 TREND_STEPS = 50
 TREND_SHARE = 0.005  # a smaller change, or one within the noise, is called steady
-CHAIN = ("download", "tokenise", "check", "load", "train", "save")
+CHAIN = ("download", "tokenise", "check", "load", "compile", "train", "save")
 CHAIN_OF = {"plan": "download", "evaluate": "train"}  # stages without a link of their own
 TONES = {
     RunState.RUNNING: "ok", RunState.FINISHED: "ok", RunState.STARTING: "warn", RunState.PAUSED: "warn", RunState.STOPPING: "warn",
@@ -194,9 +194,11 @@ def phases(rows: RunRows) -> list[dict[str, Any]]:
     """The chain from download to save. status: todo | now | done | failed; text and fraction of the current one."""
     state = rows.status.state
     current = current_phase(rows)
-    at = CHAIN.index(current) if current else -1
+    compiles = current == "compile" or "compile" in rows.phases  # only kernels for a GPU are compiled
+    chain = [name for name in CHAIN if name != "compile" or compiles]
+    at = chain.index(current) if current else -1
     links = []
-    for index, name in enumerate(CHAIN):
+    for index, name in enumerate(chain):
         status = "done" if index < at or state is RunState.FINISHED else "todo"
         if index == at and state is not RunState.FINISHED:
             status = "failed" if tone(state) == "bad" else "now" if rows.status.is_active else "ended"

@@ -116,6 +116,13 @@ def test_the_first_check_stands_before_the_download():
     assert statuses(run_rows(state=RunState.STARTING, phase=phase("check"), phases=later)) == ["done", "done", "now", *["todo"] * 3]
 
 
+def test_compiling_has_a_link_where_something_is_compiled():
+    assert len(statuses(run_rows(state=RunState.RUNNING, phase=phase("train")))) == 6
+    assert statuses(run_rows(state=RunState.RUNNING, phase=phase("compile", 0, 10, "steps")))[3:] == ["done", "now", "todo", "todo"]
+    phases = {"compile": {"name": "compile", "time_s": START}}
+    assert statuses(run_rows(20, phase=phase("compile"), phases=phases))[3:] == ["done", "done", "now", "todo"]
+
+
 def test_a_download_shows_bytes():
     first = view.phases(run_rows(state=RunState.STARTING, phase=phase("download", GIB, 4 * GIB, "bytes")))[0]
     assert (first["text"], first["fraction"]) == ("1.00 GiB / 4.00 GiB", 0.25)

@@ -45,6 +45,7 @@ MONITOR = {
     "phase_tokenise": "Tokenise",
     "phase_check": "Check",
     "phase_load": "Load",
+    "phase_compile": "Compile",
     "phase_train": "Train",
     "phase_save": "Save",
     "phase_todo": "to do",
