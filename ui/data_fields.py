@@ -19,15 +19,18 @@ LOOK_KEYS = ("model.path", "model.revision", *(key for key in form.KEYS if key.s
 
 def place_model(page: form.Form, planning: Planning) -> None:
     """The model's field, with the models of this machine to choose from."""
-    page.place("model.path", choices=planning.model_choices(), allow_custom_value=True, filterable=True)
+    page.place("model.path", choices=planning.model_choices(), allow_custom_value=True, filterable=True, min_width=280)
 
 
 def place_data(page: form.Form, planning: Planning) -> None:
-    """Which data, its format, and what of it is trained."""
-    page.place("data.path", choices=data_choices(planning), allow_custom_value=True)
-    with gr.Row():
-        page.place("data.format", min_width=130)
-        page.place("data.train_on", min_width=130)
+    """Which data, with the demo and the saved data sets to choose from."""
+    page.place("data.path", choices=data_choices(planning), allow_custom_value=True, min_width=280)
+
+
+def place_reading(page: form.Form) -> None:
+    """How a row is read, and what of it is trained."""
+    page.place("data.format", min_width=140)
+    page.place("data.train_on", min_width=140)
 
 
 def place_options(page: form.Form, keys: Sequence[str]) -> None:

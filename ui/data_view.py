@@ -18,14 +18,14 @@ SHOWN_TOKENS, WHOLE_TOKENS = 2_000, 20_000  # a browser takes a second for 20,00
 HIT_CHARACTERS = 60  # on each side of what was searched for
 FEW_TRAINED = 0.05
 EMPTY = re.compile(r"\bempty\b")
-# Characters that nobody sees, or that turn the direction of what follows: shown by number. Joiners belong to words.
-_HIDDEN = re.compile("[\x80-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]")
-_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
+# Characters that nobody sees, or that turn the direction of what follows. Line ends, tabs and the joiners of words stay as they are.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f"
+                     "\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]")  # fmt: skip
 
 
 def visible(words: str) -> str:
-    """The text with its control characters as pictures and its invisible ones as numbers: `a\\x00b` as `a␀b`."""
-    return _HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", words.translate(_CONTROLS))
+    """The text with its control characters and its invisible ones by number: `a\\x00b` as `a⟨U+0000⟩b`."""
+    return _HIDDEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", words)
 
 
 def progress(done: float, total: float, unit: str) -> str:
@@ -60,7 +60,8 @@ def _turn(turn: Mapping[str, Any], characters: int) -> Reply:
     words, cut = _cut(turn["text"], characters)
     calls = [_cut(json.dumps(call, ensure_ascii=False, indent=1), characters)[0] for call in turn["calls"] or []]
     known = section("new_run").get(f"role_{turn['role']}")
-    return {"role": turn["role"], "name": known or visible(turn["role"]), "text": words, "cut": cut, "length": f"{len(turn['text']):,}",
+    length = f"{len(turn['text']):,}{'+' if len(turn['text']) >= WHOLE_CHARACTERS else ''}"
+    return {"role": turn["role"] if known else "other", "name": known or visible(turn["role"]), "text": words, "cut": cut, "length": length,
             "reasoning": _cut(turn["reasoning"] or "", characters)[0], "calls": calls, "trained": turn["trained"]}  # fmt: skip
 
 
@@ -172,6 +173,7 @@ def histogram(report: Mapping[str, Any], sequence_length: int) -> Reply | None:
             "customdata": ranges, "hovertemplate": text("data.bar_hover"), "name": ""}  # fmt: skip
     limit = 2 * math.log2(sequence_length)
     low, high = min(places[0], limit) - 0.7, max(places[-1], limit) + 0.7
+    low = max(0.0, min(low, high - 8))
     powers = range(math.ceil(low / 2), math.floor(high / 2) + 1, max(1, round((high - low) / 2 / 7)))
     most = max(count for _, count in counts)
     small = {"size": 11}
@@ -184,7 +186,8 @@ def histogram(report: Mapping[str, Any], sequence_length: int) -> Reply | None:
         "margin": {"l": 44, "r": 8, "t": 20, "b": 34}, "showlegend": False, "dragmode": False, "shapes": [line], "annotations": [label],
         "xaxis": {"range": [low, high], "tickvals": [2 * power for power in powers], "ticktext": [f"{2**power:,}" for power in powers],
                   "fixedrange": True, "zeroline": False, "title": {"text": text("data.axis_length"), "standoff": 6, "font": small}},
-        "yaxis": {"fixedrange": True, "zeroline": False, "rangemode": "tozero", "nticks": 5, "tickformat": "~s", **({"dtick": 1} if most < 5 else {})},
+        "yaxis": {"fixedrange": True, "zeroline": False, "rangemode": "tozero", "nticks": 5, "tickformat": "~s",
+                  **({"dtick": 1} if most < 5 else {})},
     }  # fmt: skip
     over = sum(count for (_, count), place in zip(counts, places, strict=True) if place > limit)
     words = text("data.histogram_label", rows=f"{sum(count for _, count in counts):,}", over=f"{over:,}")

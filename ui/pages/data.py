@@ -55,14 +55,13 @@ class DataPage:
     def _choice_card(self) -> None:
         with gr.Column(elem_classes="mt-card", elem_id="card-look"):
             gr.HTML(apply_default_css=False, value=f'<h2 class="mt-title">{text("data.card_choice")}</h2>')
-            with gr.Row(elem_classes="halves"):
-                with gr.Column(min_width=280):
-                    data_fields.place_data(self.form, self.planning)
-                with gr.Column(min_width=280):
-                    data_fields.place_model(self.form, self.planning)
-                    with gr.Row():
-                        self.form.place("data.sequence_length", min_width=130)
-                        self.form.place("train.global_batch_tokens", min_width=130)
+            with gr.Row():
+                data_fields.place_data(self.form, self.planning)
+                data_fields.place_model(self.form, self.planning)
+            with gr.Row():
+                data_fields.place_reading(self.form)
+                self.form.place("data.sequence_length", min_width=140)
+                self.form.place("train.global_batch_tokens", min_width=140)
             with gr.Accordion(text("new_run.advanced"), open=False, elem_id="look-more"):
                 data_fields.place_options(self.form, MORE)
             self.look = gr.Button(text("data.look"), variant="primary", elem_id="look-button")
@@ -155,7 +154,7 @@ def saved_sets(workspace: Path) -> gr.HTML:
         return _answered(lambda: save_reply(workspace, _asked(request, "name")))
 
     def delete(request: Any) -> Reply:
-        return _answered(lambda: delete_set(workspace, str(_asked(request, "name"))))
+        return _answered(lambda: delete_set(workspace, _asked(request, "name")))
 
     return _widget("saved.js", "<div class='saved'></div>", [saved, save, delete], elem_id="saved-sets")
 
@@ -226,8 +225,8 @@ def carry_out(workspace: Path, action: Any) -> Reply:
     return {}
 
 
-def delete_set(workspace: Path, name: str) -> Reply:
-    recipes.delete(name, workspace)
+def delete_set(workspace: Path, name: Any) -> Reply:
+    recipes.delete(name if isinstance(name, str) else "", workspace)
     return {}
 
 
@@ -236,7 +235,7 @@ def save_reply(workspace: Path, name: Any) -> Reply:
     look = LOOKS.current(workspace)
     if look is None:
         raise DataError(text("data.nothing_open"), text("data.nothing_open_hint"))
-    known = str(name).strip()
+    known = name.strip() if isinstance(name, str) else ""
     replaced = recipes.find(known, workspace) is not None
     try:
         recipes.save(known, recipes.recipe_of(look.config.data, workspace), workspace)

@@ -99,6 +99,8 @@ class NewRunPage:
     def _data_card(self) -> None:
         with _card("data"):
             data_fields.place_data(self.form, self.planning)
+            with gr.Row():
+                data_fields.place_reading(self.form)
             self.data_facts = gr.HTML(apply_default_css=False, elem_id="data-facts")
             with gr.Row(elem_classes="look-buttons"):
                 self.look = gr.Button(text("new_run.look"), size="sm", elem_classes="inline")

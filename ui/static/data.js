@@ -100,7 +100,7 @@ function tokenView(found) {
   const legend = ['trained', 'untrained', 'special'].map(name => el('span', {class: `tok ${name}`}, texts[`legend_${name}`]));
   return [
     found.problem && !row.problem ? el('p', {class: 'note mt-warn'}, filled(texts.not_used, {reason: found.problem})) : '',
-    el('p', {class: 'look-legend'}, ...legend, el('span', {class: 'quiet mt-num'}, filled(texts.token_summary, found))),
+    found.documents.length ? el('p', {class: 'look-legend'}, ...legend, el('span', {class: 'quiet mt-num'}, filled(texts.token_summary, found))) : '',
     found.change ? el('p', {class: 'note mt-warn'}, filled(texts.token_length, found)) : '',
     ...found.documents.flatMap((document, at) => [
       found.num_documents > 1 ? el('h4', {}, filled(texts.token_document, {number: at + 1, all: found.num_documents})) : '',
