@@ -119,7 +119,9 @@ def test_links_name_page_and_run(page: Page, dashboard):
     expect(page.get_by_role("tab", name="Runs")).to_have_attribute("aria-selected", "true", **PATIENCE)
     expect(page.locator(".strip")).to_contain_text("step 20", **PATIENCE)
     monitor = page.get_by_role("tab", name="Monitor")
-    while monitor.get_attribute("aria-selected") != "true":  # on a busy machine a second may lie between two keys
+    for _ in range(60):  # on a busy machine a second may lie between two keys
+        if monitor.get_attribute("aria-selected") == "true":
+            break
         page.keyboard.press("g")
         page.keyboard.press("m")
         page.wait_for_timeout(300)
