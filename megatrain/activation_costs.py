@@ -11,6 +11,7 @@ GRAPH_WIDTHS = 34  # saved and transient values of an eager layer, in units of i
 GRAPH_INTERMEDIATES = 6  # the same of a gated MLP, in units of its intermediate size: gate, up, act, product, two gradients
 FUSED_WIDTHS = 8  # the same of a compiled layer; 5.3 and 6 were measured for a layer of Qwen2.5-7B
 FUSED_INTERMEDIATES = 6
+ALLOCATOR_LOSS = 6  # a sixth more is reserved on a GPU: holes between tensors of different sizes
 FUSED_LOSS_ROWS = 4  # chunks of logits have so many times the rows when loss and gradient are one kernel
 GRAPH_SCORES = 6  # the score matrix where it is kept, in compute type: scores, probabilities in fp32, their gradients
 
@@ -32,7 +33,9 @@ def activation_bytes(work: Work, plan: Plan) -> int:
     layer = layer_graph_bytes(work, plan) + (gradients // 4 if work.fused else gradients)  # at the peak few of them exist yet
     layer = max(layer, gradients)
     head = logits_chunk_bytes(work, plan) + work.shape.vocab_size * work.shape.hidden_size * work.precision.weight_bytes
-    return hidden_state_bytes(work, plan) + layer_call_bytes(work, plan) + max(layer, head)
+    largest = max(layer, head)
+    lost = largest // ALLOCATOR_LOSS if work.on_gpu else 0
+    return hidden_state_bytes(work, plan) + layer_call_bytes(work, plan) + largest + lost
 
 
 def layer_graph_bytes(work: Work, plan: Plan) -> int:

@@ -45,7 +45,7 @@ def test_states_of_everything_in_ram():
     assert sums.ram["grads"] == (7_615_616_512 + 30 * GAPS) * 2
     assert sums.ram["moments"] == (7_615_616_512 + 30 * GAPS) * 8
     assert [sums.vram[kind.value] for kind in Kind] == [0, 0, 0, 0]
-    assert sums.vram["context"] == 0.75 * GIB
+    assert sums.vram["context"] == 13 * GIB // 16
     assert sums.ram["context"] == 2 * GIB
 
 
@@ -123,12 +123,14 @@ def test_layers_and_head_never_run_at_once():
     head = activation_costs.logits_chunk_bytes(job, layout) + EDGE_7B * 2
     rest = activation_costs.hidden_state_bytes(job, layout) + activation_costs.layer_call_bytes(job, layout)
     assert layer > head
-    assert activation_costs.activation_bytes(job, layout) == rest + layer
+    assert activation_costs.activation_bytes(job, layout) == rest + layer + layer // 6  # and what the allocator loses
     short = replace(layout, micro_batch_packs=1)
     layer = activation_costs.layer_graph_bytes(job, short) + (LAYER_7B + GAPS) * 2
     assert layer < head
     rest = activation_costs.hidden_state_bytes(job, short) + activation_costs.layer_call_bytes(job, short)
-    assert activation_costs.activation_bytes(job, short) == rest + head
+    assert activation_costs.activation_bytes(job, short) == rest + head + head // 6
+    on_cpu = replace(job, on_gpu=False)
+    assert activation_costs.activation_bytes(on_cpu, short) == rest + head
 
 
 def test_a_fused_loss_takes_more_rows_in_no_more_memory():

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 _CHUNK = 1 << 13  # elements: the scratch of one visit stays in the fastest cache
-_PIECE = 1 << 18  # elements of one task: long against handing it over, short enough to share out evenly
+_PIECE = 1 << 18  # elements of one task at least: long against handing it over
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +62,25 @@ def update_range(states: States, scalars: Scalars) -> bool:
     )
     numbers = tuple(np.float32(scalar) for scalar in scalars)
 
-    def work(first: int) -> None:
-        kernel(*(array[first : first + _PIECE] for array in arrays), split, narrow, *numbers)
+    threads = _num_threads()
+    piece = _task_elements(len(exp_avg), threads)
 
-    list(_pool(torch.get_num_threads()).map(work, range(0, len(exp_avg), _PIECE)))
+    def work(first: int) -> None:
+        kernel(*(array[first : first + piece] for array in arrays), split, narrow, *numbers)
+
+    list(_pool(threads).map(work, range(0, len(exp_avg), piece)))
     return True
+
+
+def _task_elements(count: int, threads: int) -> int:
+    """One task for each thread: every task is started by the interpreter, which the thread that feeds the GPU needs as well."""
+    return max(_PIECE, _CHUNK * -(-count // (_CHUNK * threads)))
+
+
+def _num_threads() -> int:
+    """Those of torch; where there are many, one core stays free for the thread that feeds the GPU."""
+    threads = torch.get_num_threads()
+    return threads - 1 if threads > 4 else threads
 
 
 @functools.cache

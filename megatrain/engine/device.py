@@ -7,7 +7,9 @@ way memory is handed over, so there is one event and one owner for every hand-ov
 everything is immediate) and the fake of the tests (which runs the lanes in random legal orders).
 """
 
+import os
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -92,6 +94,9 @@ class Device:
     def wait(self, event: Event | None, reason: str = "ring") -> None:
         """Block the host until `event` is over; its failure is raised here."""
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """Device memory that torch may take, the context not counted; OutOfVramError instead of more."""
+
     def synchronize(self) -> None:
         """Block the host until every lane is empty; failures of the host's lanes are raised here."""
 
@@ -175,6 +180,10 @@ class CudaDevice(Device):
             event.cuda.synchronize()
         self.waits_s[reason] += time.perf_counter() - start
 
+    def limit_memory(self, num_bytes: int) -> None:
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.torch_device)
+
     def synchronize(self) -> None:
         for lane, last in self._last.items():
             start = time.perf_counter()
@@ -210,6 +219,8 @@ def make_device(name: str) -> Device:
     if torch_device.type == "cpu":
         return Device(read_debug())
     index = torch_device.index or 0
+    if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # fewer holes; read when CUDA is first used
     torch.cuda.set_device(index)
     return CudaDevice(torch.device("cuda", index), read_debug())
 

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from megatrain.config import RunConfig
+from megatrain.costs import GPU_CONTEXT_BYTES
 from megatrain.data.batch import PackedBatch
 from megatrain.engine import checkpoint
 from megatrain.engine.adamw import Update
@@ -37,6 +38,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import WeightSource
 from megatrain.plan import Placement, Plan, Tier
 from megatrain.precision import precision_named
+from megatrain.units import GIB
 
 _PAUSE_POLL_S = 0.2
 _RETRY_S = 60.0
@@ -169,6 +171,8 @@ class Trainer:
         self.report(Phase("load", 0, len(skeleton.layouts), "blocks"))
         parked = gradient_dtype(config, self._precision)
         device = make_device(job.plan.device)
+        if config.memory.vram_limit_gib:
+            device.limit_memory(max(0, int(config.memory.vram_limit_gib * GIB) - GPU_CONTEXT_BYTES))
         packs, length = config.packs_per_step, config.data.sequence_length
         offload = Path(config.memory.offload_folder).expanduser() if config.memory.offload_folder else None
         compiled = config.kernels == "compiled" or config.kernels == "auto" and device.torch_device.type == "cuda"

@@ -62,14 +62,19 @@ class ChunkedLoss:
             found = torch.autograd.grad(logits, [chunk, *params], gradient, allow_unused=True)
             total += loss
             hidden_grad[part] = found[0]
-            for grad, new in zip(grads, found[1:], strict=True):
-                if new is not None:
-                    grad.add_(new)
+            _accumulate(grads, found[1:])
+            del logits, gradient, found  # or they would live on beside those of the next chunk
         return total
 
     def _chunks(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """`rows` in pieces; none when there are none (splitting an empty tensor gives one empty piece)."""
         return rows.split(self._chunk_rows * (FUSED_LOSS_ROWS if self._score.works else 1)) if rows.numel() else ()
+
+
+def _accumulate(sums: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:
+    for total, new in zip(sums, found, strict=True):
+        if new is not None:
+            total.add_(new)
 
 
 def loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

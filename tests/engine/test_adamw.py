@@ -86,7 +86,7 @@ def test_same_as_torch(
     dtype: torch.dtype, gradient_dtype: torch.dtype, clip: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adamw, "_PIECE_PER_THREAD", 61)  # pieces that begin and end anywhere
-    monkeypatch.setattr(adamw_cpu, "_PIECE", 61)
+    monkeypatch.setattr(adamw_cpu, "_task_elements", lambda count, threads: 61)
     block = Block(layout_of(SIZES, dtype, fp32=(1, 4)), gradient_dtype=gradient_dtype)
     params = {name: value.clone().requires_grad_() for name, value in block.start.items()}
     decay = {entry.name: entry.decay for entry in block.layout.entries}
@@ -170,7 +170,7 @@ def test_small_steps_add_up_in_the_rest() -> None:
 def test_neither_pieces_nor_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for piece, threads in ((1 << 18, 2), (7, 1), (20_000, 3)):
-        monkeypatch.setattr(adamw_cpu, "_PIECE", piece)
+        monkeypatch.setattr(adamw_cpu, "_task_elements", lambda count, threads, piece=piece: piece)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         block = Block(layout_of([30_001, 17], torch.bfloat16, fp32=(1,)), gradient_dtype=torch.bfloat16)
         for count in (1, 2, 3):
