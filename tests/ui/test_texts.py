@@ -7,6 +7,7 @@ import pytest
 
 from megatrain.runs.records import COMMANDS, RunState
 from ui import fixes
+from ui.texts import en_data, ko_data
 from ui.texts.en import TEXTS
 from ui.words import text
 
@@ -33,6 +34,24 @@ def test_texts_that_the_monitors_scripts_use_exist():
     for name in ("shared", "strip", "head", "charts", "events", "log"):
         used = set(re.findall(r"\btexts\.([a-z0-9_]+)", (UI / "static" / f"{name}.js").read_text("utf-8")))
         assert used <= known, name
+
+
+def test_texts_that_the_data_pages_scripts_use_exist():
+    for name in ("data", "figures", "saved"):
+        script = (UI / "static" / f"{name}.js").read_text("utf-8")
+        assert set(re.findall(r"\btexts\.([a-z0-9_]+)", script)) <= TEXTS["data"].keys(), name
+    asked = {f"tile_{name}" for name in ("rows", "held_out", "tokens", "trained", "packing", "steps")}
+    asked |= {f"fate_{name}" for name in ("cut", "split", "empty", "duplicates", "overlap", "escaped", "dropped")}
+    assert asked <= TEXTS["data"].keys()
+
+
+def test_both_languages_have_the_same_texts_with_the_same_gaps():
+    english, korean = en_data.DATA, ko_data.DATA
+    assert english.keys() == korean.keys()
+    gaps = re.compile(r"%?\{[^}]*\}|<[^>]*>")
+    assert {key: sorted(gaps.findall(words)) for key, words in english.items()} == {
+        key: sorted(gaps.findall(words)) for key, words in korean.items()}  # fmt: skip
+    assert all(re.search("[\uac00-\ud7a3]|/", words) for words in korean.values())
 
 
 def test_an_unknown_text_is_an_error():

@@ -186,7 +186,7 @@ def _job(job: Job) -> Reply:
         reply["progress"] = data_view.progress(job.done, job.total, job.unit)
         reply["fraction"] = min(1.0, job.done / job.total) if job.total else None
     if job.error is not None:
-        reply |= {"error": job.error.message, "hint": job.error.hint, "nothing_trained": isinstance(job.error, NothingTrainedError)}
+        reply |= _words(job.error) | {"nothing_trained": isinstance(job.error, NothingTrainedError)}
     return reply
 
 
@@ -250,7 +250,7 @@ def described(name: str, workspace: Path) -> Reply:
         path = recipes.find(name, workspace)
         sources = recipes.load(path).sources if path else []
     except MegaTrainError as error:
-        return {"name": name, "words": str(error), "damaged": True}
+        return {"name": name, "words": data_view.visible(str(error)), "damaged": True}
     parts = [Path(source["path"]).name + (f" × {source['weight']:g}" if source.get("weight", 1) != 1 else "") for source in sources]
     return {"name": name, "words": data_view.visible(", ".join(parts)), "damaged": False}
 
@@ -274,9 +274,14 @@ def _answered(work: Callable[[], Any]) -> Reply:
     try:
         return work()
     except MegaTrainError as error:
-        return {"error": error.message, "hint": error.hint}
+        return _words(error)
     except OSError as error:
         return {"error": str(error), "hint": ""}
+
+
+def _words(error: MegaTrainError) -> Reply:
+    """What happened and what to do; an error may name what stands in a row."""
+    return {"error": data_view.visible(error.message), "hint": data_view.visible(error.hint)}
 
 
 def _row_number(request: Any, key: str) -> int:

@@ -22,8 +22,8 @@ for (const name of ['talk', 'tokens']) {
   views.append(choice);
 }
 const sources = el('div', {class: 'look-sources'}), hits = el('div', {class: 'look-hits', hidden: true});
-const body = el('div', {class: 'look-row', 'aria-live': 'polite'});
-part('open').append(sources, el('div', {class: 'look-bar'}, el('span', {class: 'look-steps'}, previous, number, of, next), views, search), hits, body);
+const place = el('p', {class: 'look-place quiet', role: 'status'}), body = el('div', {class: 'look-row'});
+part('open').append(sources, el('div', {class: 'look-bar'}, el('span', {class: 'look-steps'}, previous, number, of, next), views, search), hits, place, body);
 part('open').classList.add('mt-card');
 
 function keep() {
@@ -66,8 +66,8 @@ async function fetchRow(whole = false) {
   body.classList.remove('loading');
   row = first;
   next.disabled = first.more === false || Boolean(first.error);
+  setText(place, first.error ? '' : `${texts.row} ${first.row} · ${first.place}`);
   show(body, [first, second, tokens], () => (first.error ? [problem(first)] : [
-    el('p', {class: 'look-place quiet'}, `${texts.row} ${first.row} · ${first.place}`),
     first.problem ? el('p', {class: 'note mt-warn'}, filled(texts.not_used, {reason: first.problem})) : '',
     ...(tokens ? tokenView(second) : talkView(first))].filter(Boolean)));
 }
