@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from gradio.context import Context as Building
 
 from megatrain.config import DataConfig
 from megatrain.data import recipes
@@ -71,8 +70,7 @@ class DataPage:
         """Events. Every change keeps the draft; Look opens what the form says."""
         fields, refresh = self.form.components, "() => MegaTrain.say('megatrain:look-again')"
         gr.on([field.change for field in fields], self.keep, [self.loaded, *fields], None, trigger_mode="always_last", **QUIET)
-        for load in (Building.root_block.load, self.ctx.pages["data"].select):
-            load(self.load_form, None, [self.loaded, *fields], **QUIET)
+        self.ctx.pages["data"].select(self.load_form, None, [self.loaded, *fields], **QUIET)
         self.form["data.path"].input(self.tidy, fields, fields, **QUIET)
         self.form["model.path"].input(self.tidy, fields, fields, **QUIET)
         self.look.click(self.open, fields, self.note, **QUIET).then(None, None, None, js=refresh)
