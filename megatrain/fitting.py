@@ -150,7 +150,11 @@ class Problem:
         packs = self.work.packs_per_step
         tokens = MICRO_BATCH_TOKENS_GPU if self.work.on_gpu else MICRO_BATCH_TOKENS_CPU
         most = max(1, tokens // self.work.sequence_length)
-        return sorted({-(-packs // -(-packs // size)) for size in range(1, min(most, packs) + 1)}, reverse=True)
+        sizes = {-(-packs // -(-packs // size)) for size in range(1, min(most, packs) + 1)}
+        if self.work.fused:  # a smaller last micro-batch would have kernels of its own
+            even = [size for size in sizes if packs % size == 0]
+            sizes = {size for size in sizes if size in even or not any(size // 2 < other < size for other in even)}
+        return sorted(sizes, reverse=True)
 
     def placements(self, resident: int, weights: int, evicted: int = 0) -> tuple[Placement, ...]:
         """The first `resident` blocks wholly in VRAM, `weights` more with their compute weights there; the first `evicted`

@@ -156,9 +156,18 @@ def test_a_batch_with_too_many_zeros_is_planned_at_once():
 
 @pytest.mark.parametrize("packs", [1, 2, 7, 12, 60, 97])
 def test_micro_batches_come_in_every_useful_size(packs: int):
-    problem = Problem.of(config(packs), QWEN_1B5, machine(24, 64))
+    problem = Problem.of(config(packs, kernels="plain"), QWEN_1B5, machine(24, 64))
     every = {-(-packs // count) for count in range(1, packs + 1)}
     assert problem.micro_batch_sizes() == sorted((size for size in every if size <= 16), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("packs", "sizes"),
+    [(64, [16, 8, 4, 2, 1]), (13, [13, 7, 5, 4, 3, 2, 1]), (24, [12, 8, 6, 4, 3, 2, 1]), (7, [7, 4, 3, 2, 1])],
+)
+def test_compiled_micro_batches_are_equal_where_that_costs_little(packs: int, sizes: list[int]):
+    fused = Problem.of(config(packs=packs), QWEN_7B, machine(139, 128, H200))
+    assert fused.micro_batch_sizes() == sizes
 
 
 # ---- what is preferred -----------------------------------------------------------------------------------------------

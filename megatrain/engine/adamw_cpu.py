@@ -72,6 +72,11 @@ def update_range(states: States, scalars: Scalars) -> bool:
     return True
 
 
+def prepare() -> None:
+    """Load or compile the kernel now, some seconds, rather than at the first update."""
+    _kernel()
+
+
 def _task_elements(count: int, threads: int) -> int:
     """One task for each thread: every task is started by the interpreter, which the thread that feeds the GPU needs as well."""
     return max(_PIECE, _CHUNK * -(-count // (_CHUNK * threads)))

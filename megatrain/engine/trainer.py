@@ -23,9 +23,9 @@ import torch
 from megatrain.config import RunConfig
 from megatrain.costs import GPU_CONTEXT_BYTES
 from megatrain.data.batch import PackedBatch
-from megatrain.engine import checkpoint
+from megatrain.engine import adamw_cpu, checkpoint
 from megatrain.engine.adamw import Update
-from megatrain.engine.device import Device, make_device
+from megatrain.engine.device import HOST, Device, make_device
 from megatrain.engine.engine import Engine, gradient_dtype
 from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Phase, StepDone
 from megatrain.errors import CheckpointError, MegaTrainError, NonFiniteError
@@ -171,6 +171,8 @@ class Trainer:
         self.report(Phase("load", 0, len(skeleton.layouts), "blocks"))
         parked = gradient_dtype(config, self._precision)
         device = make_device(job.plan.device)
+        if device.torch_device.type == "cuda":
+            device.launch(HOST, adamw_cpu.prepare)  # beside the loading of weights
         if config.memory.vram_limit_gib:
             device.limit_memory(max(0, int(config.memory.vram_limit_gib * GIB) - GPU_CONTEXT_BYTES))
         packs, length = config.packs_per_step, config.data.sequence_length
