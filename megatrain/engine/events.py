@@ -62,6 +62,14 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Paused:
+    """The trainer waits for a command, its state in memory: the disk is full, and the last checkpoint does not fit."""
+
+    step: int
+    text: str  # what is missing where
+
+
+@dataclass(frozen=True)
 class Ended:
     """Training is over. reason: finished | stopped."""
 
@@ -69,4 +77,4 @@ class Ended:
     step: int
 
 
-Event = Phase | StepDone | EvalDone | CheckpointDone | Notice | Ended
+Event = Phase | StepDone | EvalDone | CheckpointDone | Notice | Paused | Ended

@@ -27,8 +27,8 @@ from megatrain.engine import adamw_cpu, checkpoint
 from megatrain.engine.adamw import Update
 from megatrain.engine.device import HOST, Device, make_device
 from megatrain.engine.engine import Engine, gradient_dtype
-from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Phase, StepDone
-from megatrain.errors import CheckpointError, MegaTrainError, NonFiniteError
+from megatrain.engine.events import Ended, EvalDone, Event, Notice, Paused, Phase, StepDone
+from megatrain.errors import CheckpointError, DiskFullError, MegaTrainError, NonFiniteError
 from megatrain.models.blocks import layout_record
 from megatrain.models.check import self_check
 from megatrain.models.initial import initial_tensors
@@ -138,9 +138,9 @@ class Trainer:
         except Exception:  # whatever it was: what was trained so far is worth saving
             self._save_what_can_be_saved()
             raise
-        if reason != "stopped without saving" and self.config.checkpoint.at_end:
-            self._save()
-        self._wait_for_writer()
+        if reason != "stopped without saving":
+            reason = self._save_last(reason)
+        self._report_saved()
         ended = Ended("finished" if reason == "finished" else "stopped", self.step)
         self.report(ended)
         return ended
@@ -338,6 +338,24 @@ class Trainer:
         self.engine.optimizer.gate(gates)
         self._saved_step, self._saved_time = self.step, time.monotonic()
 
+    def _save_last(self, reason: str) -> str:
+        """Write the checkpoint that the run ends with; returns how it ends. While the disk is full the run is paused with its
+        state in memory: any command tries again, but `stop_discard` gives up."""
+        wanted = self.config.checkpoint.at_end
+        while True:
+            try:
+                if wanted:
+                    self._save()
+                self._report_saved()
+                return reason
+            except DiskFullError as error:
+                self._saved_step, wanted = -1, True
+                self.report(Paused(self.step, error.message))
+            while (command := self.poll()) not in ("continue", "stop", "stop_discard", "checkpoint"):
+                time.sleep(_PAUSE_POLL_S)
+            if command == "stop_discard":
+                return "stopped without saving"
+
     def _snapshot(self, index: int, gate: threading.Event) -> checkpoint.BlockSnapshot:
         layout, engine = self.engine.layouts[index], self.engine
         return checkpoint.BlockSnapshot(layout.name, lambda: checkpoint.file_states(layout, engine.read_block(index)), gate.set)
@@ -354,22 +372,17 @@ class Trainer:
 
     def _look_after_writer(self, wait: bool = False) -> None:
         """Report a checkpoint that is complete. One that failed is tried again: training need not end for it."""
-        if self._writer is None:
-            return
         try:
-            self._report_saved(self._writer.wait() if wait else self._writer.finished())
+            self._report_saved(wait)
         except MegaTrainError as error:
             self._saved_step = -1
             self._retry_time = time.monotonic() + _RETRY_S
             self.report(Notice("warning", f"{error} Training goes on; saving is tried again every {_RETRY_S:.0f} s."))
 
-    def _wait_for_writer(self) -> None:
-        """Wait for the checkpoint being written, report it, and raise the writer's failure."""
-        if self._writer is not None:
-            self._report_saved(self._writer.wait())
-
-    def _report_saved(self, done: CheckpointDone | None) -> None:
-        if done is not None:
+    def _report_saved(self, wait: bool = True) -> None:
+        """Report the checkpoint that is complete, or raise the writer's failure; `wait` for one that is being written."""
+        done = self._writer and (self._writer.wait() if wait else self._writer.finished())
+        if done:
             self.report(done)
 
     def _save_what_can_be_saved(self) -> None:
@@ -377,7 +390,7 @@ class Trainer:
         try:
             if self._engine is not None:
                 self._save()
-                self._wait_for_writer()
+                self._report_saved()
         except Exception as error:  # the failure that came first is the one to be told
             self.report(Notice("warning", f"The state could not be saved after the failure: {error}"))
 

@@ -73,6 +73,12 @@ def explain_error(error: BaseException, step: int = 0, checkpoint_step: int | No
     return Explanation("Training ended with an error", f"{type(error).__name__}: {message}"[:1000], hint, _go_on(checkpoint_step))
 
 
+def explain_pause(message: str) -> Explanation:
+    """Why a run waits that has nothing left to do but to write its last checkpoint, from the failure of that."""
+    title = "Disk is full; training is paused, nothing is lost"
+    return Explanation(title, mask(message), "Free space, then continue: saving is tried again.", "free_space")
+
+
 _BY_TYPE: tuple[tuple[type[BaseException], str, str], ...] = (
     (errors.UnsupportedModelError, "This model is not supported", "choose_model"),
     (errors.ModelError, "The model cannot be used", "choose_model"),

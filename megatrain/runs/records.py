@@ -37,7 +37,7 @@ FOLLOWERS = {
     RunState.STARTING: {RunState.RUNNING, RunState.STOPPING} | ENDED,
     RunState.RUNNING: {RunState.PAUSED, RunState.STOPPING} | ENDED,
     RunState.PAUSED: {RunState.RUNNING, RunState.STOPPING} | ENDED,
-    RunState.STOPPING: set(ENDED),
+    RunState.STOPPING: {RunState.PAUSED} | ENDED,  # paused: the disk is full
     RunState.FINISHED: set(),
     RunState.STOPPED: set(),
     RunState.FAILED: set(),
@@ -66,7 +66,7 @@ class RunStatus:
     heartbeat_s: float | None = None
     ended_s: float | None = None
     since_s: float | None = None  # when this state began
-    error: Explanation | None = None  # of a failed, crashed or damaged run
+    error: Explanation | None = None  # of a failed, crashed or damaged run, or of one that paused by itself
     pending_command: str | None = None  # sent and not yet taken by the worker
     pending_since_s: float | None = None  # when it was sent
     phase: Phase | None = None  # latest stage that the worker reported

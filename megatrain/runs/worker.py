@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain import hardware
-from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Phase, StepDone
+from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Paused, Phase, StepDone
 from megatrain.errors import ConfigError, DataError, DiskFullError, MegaTrainError, NonFiniteError, OutOfVramError, PlanError
 from megatrain.platform import FileLock, LockHeldError
 from megatrain.runs import diagnose
@@ -111,6 +111,10 @@ class Worker:
                 log.info("Checkpoint of step %d written in %.1f s: %s", event.step, event.duration_s, event.path)
             case Notice():
                 self._notice(event.level, event.text)
+            case Paused():
+                reason = diagnose.explain_pause(event.text)
+                self._set_state(RunState.PAUSED, f"{reason.title}.", error=asdict(reason))
+                self._notice("warning", f"{reason.title}. {reason.text} {reason.hint}")
             case Ended():
                 pass  # the trainer returns it too, and then everything is written
 

@@ -1,19 +1,22 @@
 """The trainer's ends: whatever fails, what was trained is saved, and a checkpoint that fails is not the end."""
 
+import errno
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatrain import platform
 from megatrain.config import RunConfig
 from megatrain.data.batch import PackedBatch
 from megatrain.engine import checkpoint, trainer
 from megatrain.engine.checkpoint import CheckpointWriter
 from megatrain.engine.engine import Engine
-from megatrain.engine.events import CheckpointDone, EvalDone, Event, Notice, StepDone
-from megatrain.engine.trainer import Job, train
+from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Paused, StepDone
+from megatrain.engine.trainer import Job, Trainer, train
 from megatrain.errors import DiskFullError, TrainingError
 from megatrain.plan import Placement, Plan
 from tests.families import FAMILIES
@@ -53,7 +56,9 @@ def job(tmp_path: Path) -> Job:
     return Job(RunConfig.from_dict(raw), plan, tmp_path / "model", tmp_path / "run", Batches(), STEPS)
 
 
-def run(job: Job, between: Callable[[int], None] = lambda step: None) -> list[Event]:
+def run(job: Job, between: Callable[[int], None] = lambda step: None, poll: Callable[[list[Event]], str | None] = lambda events: None,
+        ) -> list[Event]:  # fmt: skip
+    """`between` is called after every step, `poll` gives commands, from what happened so far."""
     events: list[Event] = []
 
     def report(event: Event) -> None:
@@ -62,7 +67,7 @@ def run(job: Job, between: Callable[[int], None] = lambda step: None) -> list[Ev
             between(event.step)
 
     try:
-        train(job, report, lambda: None)
+        train(job, report, lambda: poll(events))
     finally:
         job.events = events  # type: ignore[attr-defined]
     return events
@@ -138,6 +143,78 @@ def test_a_checkpoint_that_failed_unseen_does_not_cost_the_last_one(job: Job, mo
     events = run(job, lambda step: trained.append(step) if step == 5 else None)
     assert any("No space is left" in event.text for event in events if isinstance(event, Notice))
     assert saved(job) == [2, 5]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, the system has no space for what is written of a checkpoint."""
+    full, real = threading.Event(), platform._system_write_at
+
+    def write(*arguments: object) -> int:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    monkeypatch.setattr(platform, "_system_write_at", write)
+    monkeypatch.setattr(trainer, "_PAUSE_POLL_S", 0.0)
+    return full
+
+
+def pauses(events: list[Event]) -> list[Paused]:
+    return [event for event in events if isinstance(event, Paused)]
+
+
+def last_states(job: Job) -> dict[str, bytes]:
+    newest = checkpoint.complete(job.run_folder / "checkpoints")[-1].path
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("answer", ["continue", "stop", "checkpoint"])
+@pytest.mark.parametrize(("last", "ended"), [(STEPS, "finished"), (3, "stopped")])
+def test_a_full_disk_at_the_last_checkpoint_pauses_the_run_and_loses_nothing(
+    job: Job, last: int, ended: str, answer: str, full_disk: threading.Event, tmp_path: Path
+) -> None:
+    job.config = replace(job.config, checkpoint=replace(job.config.checkpoint, every_steps=0))
+
+    def stop_at_last(events: list[Event]) -> str | None:
+        return "stop" if any(isinstance(event, StepDone) and event.step == last < STEPS for event in events) else None
+
+    def poll(events: list[Event]) -> str | None:
+        if len(pauses(events)) == 2:
+            full_disk.clear()
+        return answer if pauses(events) else stop_at_last(events)
+
+    events = run(job, lambda step: full_disk.set() if step == last else None, poll)
+    assert [(pause.step, "No space is left" in pause.text) for pause in pauses(events)] == [(last, True)] * 2
+    assert events[-1] == Ended(ended, last)
+    assert saved(job) == [last]
+    untroubled = replace(job, run_folder=tmp_path / "other")
+    run(untroubled, poll=stop_at_last)
+    assert last_states(job) == last_states(untroubled)
+
+
+def test_a_run_that_a_full_disk_paused_can_be_ended_without_saving(job: Job, full_disk: threading.Event) -> None:
+    events = run(job, lambda step: full_disk.set() if step == STEPS else None, lambda events: "stop_discard" if pauses(events) else None)
+    assert events[-1] == Ended("stopped", STEPS)
+    assert STEPS not in saved(job)
+
+
+def test_the_last_of_the_regular_checkpoints_waits_for_space_too(
+    job: Job, full_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a checkpoint at the end, one that is still being written then, and fails, is not lost either."""
+    job.config = replace(job.config, checkpoint=replace(job.config.checkpoint, every_steps=5, at_end=False))
+    monkeypatch.setattr(Trainer, "_look_after_writer", lambda self, wait=False: None)  # nobody looks before the end
+
+    def poll(events: list[Event]) -> str | None:
+        if pauses(events):
+            full_disk.clear()
+            return "continue"
+        return None
+
+    events = run(job, lambda step: full_disk.set() if step == 5 else None, poll)
+    assert len(pauses(events)) == 1
+    assert saved(job) == [STEPS]
 
 
 def test_a_folder_of_checkpoints_that_was_deleted_is_made_again(job: Job) -> None:

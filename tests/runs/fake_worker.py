@@ -1,7 +1,8 @@
 """A worker whose model, data and trainer are stand-ins: real process, lock, signals and record; no torch, a step in milliseconds.
 
 `python fake_worker.py RUN_FOLDER [...]` is what tests let the supervisor start. The run's name says what happens:
-"fail ..." raises, "nan" reports a loss that is no number, "silent" dies by signal 9, "children" leaves a child behind.
+"fail ..." raises, "nan" reports a loss that is no number, "silent" dies by signal 9, "children" leaves a child behind,
+"full disk" finds no space for its last checkpoint once, "slow save" never gets done with one.
 """
 
 import json
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatrain.engine.events import CheckpointDone, Ended, Notice, Phase, StepDone
+from megatrain.engine.events import CheckpointDone, Ended, Notice, Paused, Phase, StepDone
 from megatrain.errors import DataError, DiskFullError, NonFiniteError, OutOfVramError
 from megatrain.plan import Placement, Plan
 from megatrain.runs.model_source import CancelledError
@@ -60,7 +61,7 @@ def train(report, poll, config, run_folder, num_steps, resume_from, loader, **_)
             command = _wait(poll)
         if command in ("stop", "stop_discard"):
             if command == "stop":
-                save(report, run_folder, step)
+                save_last(name, report, poll, run_folder, step)
             return Ended("stopped", step)
         if command == "checkpoint":
             save(report, run_folder, step)
@@ -70,7 +71,20 @@ def train(report, poll, config, run_folder, num_steps, resume_from, loader, **_)
         report(StepDone(step, loss, 1.0, 1e-4, 256, 200, STEP_S, loader.epoch(step), {"h2d": 10}, {"data": 0.001}))
         if step == 3:
             misbehave(name, report)
+    if name == "full disk":
+        save_last(name, report, poll, run_folder, step)
     return Ended("finished", step)
+
+
+def save_last(name: str, report, poll, run_folder: Path, step: int) -> None:
+    if name == "full disk":
+        report(Phase("save"))
+        report(Paused(step, "No space is left to write step-00000003."))
+        _wait(poll)
+    if name == "slow save":
+        report(Phase("save"))
+        time.sleep(600)
+    save(report, run_folder, step)
 
 
 def _wait(poll):

@@ -197,6 +197,26 @@ def test_stopping_while_paused_and_without_saving(workspace):
     assert store.checkpoints() == []
 
 
+@pytest.mark.parametrize(("num_steps", "end"), [(3, RunState.FINISHED), (100000, RunState.STOPPED)])
+def test_a_run_whose_disk_is_full_at_the_end_pauses_and_says_so(workspace, num_steps, end):
+    store = supervisor.create_run(workspace, config("full disk", num_steps))
+    supervisor.start_worker(store)
+    if end is RunState.STOPPED:
+        wait_until(store, RunState.RUNNING, steps=2)
+        store.send_command("stop")
+    status = wait_until(store, RunState.PAUSED)
+    assert status.reason == "Disk is full; training is paused, nothing is lost."
+    assert (status.error.title, status.error.action) == (status.reason.rstrip("."), "free_space")
+    assert "No space is left to write" in status.error.text
+    assert "continue" in status.error.hint
+    store.send_command("continue")
+    status = wait_until(store, end)
+    assert status.error is None
+    assert [found.step for found in store.checkpoints()] == [status.step]
+    notices = [event.data["text"] for event in store.events() if event.kind == "notice"]
+    assert any(notice.startswith("Disk is full; training is paused, nothing is lost. No space") for notice in notices)
+
+
 def test_a_stop_during_preparation_is_heard(workspace):
     store = supervisor.create_run(workspace, config("slow data"))
     supervisor.start_worker(store)
