@@ -1,7 +1,7 @@
 """The command line: python -m megatrain doctor | plan | train | resume | export | verify | bench.
 
 Each command is: parse, one call, print. It works on the YAML that the page saves and on the runs that the page shows.
-Exit codes: 0 done, 1 found something wrong, 2 cannot be done as asked, 3 left before the end, 130 interrupted.
+Exit codes: 0 done, 1 found something wrong, 2 cannot be done as asked, 130 interrupted before it was saved.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from megatrain.errors import ConfigError, MegaTrainError, PlanError
 
 DEFAULT_WORKSPACE = "~/megatrain-workspace"
 WORKSPACE_VARIABLE = "MEGATRAIN_WORKSPACE"
-DONE, WRONG, REFUSED, LEFT, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, WRONG, REFUSED, INTERRUPTED = 0, 1, 2, 130
 DTYPES = {"bf16": "bf16", "fp32": "fp32", "bfloat16": "bf16", "float32": "fp32"}  # as people write it -> as precisions are named
 
 
@@ -165,8 +165,7 @@ def _started(store: Any, options: argparse.Namespace) -> int:
 
     lines = sys.stderr if options.json else sys.stdout
     print(f"Run {store.run_id} in {store.folder}", file=lines, flush=True)
-    if not options.detach:
-        report.follow(store, lambda line: print(line, file=lines, flush=True))
+    saved = options.detach or report.follow(store, lambda line: print(line, file=lines, flush=True))
     status = store.state()
     if options.json:
         where = {"run": store.run_id, "folder": str(store.folder)}
@@ -174,9 +173,9 @@ def _started(store: Any, options: argparse.Namespace) -> int:
         print(json.dumps({**where, **now, "error": asdict(status.error) if status.error else None}))
     elif status.error and not options.detach:
         print(f"Error: {status.error.title}. {status.error.text} {status.error.hint}".rstrip(), file=sys.stderr)
-    if status.is_active:
-        return DONE if options.detach else LEFT
-    return DONE if status.state in (RunState.FINISHED, RunState.STOPPED, RunState.CREATED) else WRONG
+    if not saved:
+        return INTERRUPTED
+    return DONE if status.is_active or status.state in (RunState.FINISHED, RunState.STOPPED, RunState.CREATED) else WRONG
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ Works on the CPU, a block at a time, and never on the checkpoint itself. The fol
 every tensor is read back and compared, and where memory allows, plain transformers loads it and answers a question.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ def export(
     started = time.monotonic()
     if dtype not in DTYPES:
         raise ModelError(f"Unknown format {dtype!r} of the exported weights.", f"Choose one of: {', '.join(DTYPES)}.")
+    _check_target(target, checkpoint)
     reader = checkpoints.load(checkpoint)
     config = read_config(model_folder)
     torch_dtype = _torch_dtype(DTYPES[dtype])
@@ -96,6 +98,28 @@ def export(
     return ExportReport(
         str(target), dtype, reader.step, num_bytes, files, time.monotonic() - started, loaded, answer, ends_itself, tuple(notices)
     )
+
+
+def _check_target(target: Path, checkpoint: Path) -> None:
+    """The folder can be made, and is nobody's: an export never overwrites, and never writes where checkpoints come and go."""
+    place, hint = target.resolve(), "Give a folder that does not exist yet."
+    if place.is_relative_to(checkpoint.resolve().parent):
+        where = f"{checkpoint.parent}, where the run keeps its checkpoints and removes old ones"
+        raise ModelError(f"{target} cannot be exported to: it lies in {where}.", "Give a folder outside of it.")
+    if place.is_dir():
+        inside = sorted(path.name for path in place.iterdir())
+        if inside:
+            shown = ", ".join(inside[:3]) + (", …" if len(inside) > 3 else "")
+            raise ModelError(f"{target} cannot be exported to: it exists already and is not empty ({shown}).", f"{hint[:-1]}, or empty it.")
+    elif place.exists():
+        raise ModelError(f"{target} cannot be exported to: it is a file, not a folder.", f"{hint[:-1]}, or remove the file.")
+    for parent in place.parents:
+        if parent.exists():
+            if not parent.is_dir():
+                raise ModelError(f"{target} cannot be exported to: {parent} is a file, not a folder.", hint)
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise ModelError(f"{target} cannot be exported to: {parent} may not be written to.", "Give a folder that you may write to.")
+            return
 
 
 def _torch_dtype(name: str) -> "torch.dtype":

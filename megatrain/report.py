@@ -19,8 +19,10 @@ from megatrain.hardware import CPU, Machine
 from megatrain.plan import Kind, Placement, Plan, Tier
 from megatrain.planner import Budget, Suggestion
 from megatrain.precision import precision_named
+from megatrain.runs.reading import newest_checkpoint
 from megatrain.runs.records import EventRow, RunState, RunStatus, StepRow
 from megatrain.runs.store import RunStore
+from megatrain.runs.supervisor import force_quit
 from megatrain.shape import ModelShape
 from megatrain.units import format_bytes, format_count, format_duration, three_digits
 
@@ -104,25 +106,57 @@ def _tiers(placement: Placement) -> str:
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
-def follow(store: RunStore, say: Callable[[str], None]) -> None:
-    """Say what happens in a run until its worker ends. Ctrl+C (or a request to end) stops and saves; a second one leaves it."""
+def follow(store: RunStore, say: Callable[[str], None]) -> bool:
+    """Say what happens in a run until its worker ends; False when it had to end without saving.
+
+    Ctrl+C (or a request to end) stops and saves, a second one says what that waits for, a third one ends the worker at once.
+    """
     watch = _Watch(store, say)
     with _interrupts() as interrupts:
-        asked = 0
+        asked, forced = 0, False
         while True:
             status = watch.look()
             if not status.is_active and status.state is not RunState.CREATED:
                 say(status.reason or f"{status.state.capitalize()}.")
-                return
+                return not forced
             if interrupts.wait(POLL_S):
                 interrupts.clear()
                 asked += 1
-                if asked > 1:
-                    say(f"It goes on stopping by itself; look again with: python -m megatrain resume {store.run_id}")
-                    return
-                say("Stopping after this step, then saving. Ctrl+C again leaves it to itself.")
                 with contextlib.suppress(RunError):  # it has just ended
-                    store.send_command("stop")
+                    forced |= _interrupt(store, asked, say)
+
+
+def _interrupt(store: RunStore, asked: int, say: Callable[[str], None]) -> bool:
+    """What the first, second and third Ctrl+C do; True when the worker was ended."""
+    if asked > 2:
+        force_quit(store)
+        return True
+    status = store.state()
+    waits = status.state is RunState.PAUSED and status.error is not None  # for space on the disk
+    if asked > 1:
+        newest = newest_checkpoint(store.checkpoints())
+        say(still_busy(status, newest.step if newest else None))
+    elif status.state is RunState.STARTING:
+        say("Stopping.")
+    else:
+        say("Trying to save again." if waits else "Stopping after this step, then saving.")
+    if asked == 1 or waits:
+        store.send_command("stop")
+    return False
+
+
+def still_busy(status: RunStatus, saved_step: int | None) -> str:
+    """What a run that was told to stop is doing, and what is lost when it is ended now. `saved_step`: its newest checkpoint's."""
+    phase = status.phase.name if status.phase else ""
+    if status.state is RunState.STARTING:
+        return f"Still ending: {phase or 'start'}. Ctrl+C once more ends the run at once; nothing is trained yet."
+    if saved_step == status.step:
+        return f"Still ending. Ctrl+C once more ends the run at once; its state after step {saved_step} is saved."
+    doing = f"Still saving the state after step {status.step}." if phase == "save" else f"Still at step {status.step + 1}, then it saves."
+    if status.state is RunState.PAUSED:
+        doing = "Trying to save again."
+    lost = "all that it has trained" if saved_step is None else f"what it trained after step {saved_step}"
+    return f"{doing} Ctrl+C once more ends the run at once, without saving: {lost} is lost."
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatrain.engine import checkpoint
 from megatrain.engine.events import Phase
 from megatrain.errors import CheckpointError
 from megatrain.runs import supervisor
-from megatrain.runs.records import EventRow, RunState, StepRow
+from megatrain.runs.records import EventRow, RunState, RunStatus, StepRow
 from tests.shapes import QWEN_1B5, machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,26 +225,66 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals are sent another way there")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_stops_and_saves(number: signal.Signals, workspace: Path, tmp_path: Path):
-    arguments = ["train", yaml(tmp_path, name="long", train__num_steps=100_000), "--workspace", str(workspace)]
+def interrupted(number: signal.Signals, at: Sequence[str], *arguments: str) -> tuple[int, list[str]]:
+    """Exit code and lines of a command in a process of its own, interrupted once at each line that begins with one of `at`, in turn."""
     command = [sys.executable, "-c", FOREGROUND, str(FAKE_WORKER), *arguments]
     lines: list[str] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        asked = False
         for line in process.stdout or ():
-            lines.append(line)
-            if line.startswith("step ") and not asked:
+            lines.append(line.rstrip("\n"))
+            if at and line.startswith(at[0]):
                 process.send_signal(number)
-                asked = True
-    assert process.returncode == 0
+                at = at[1:]
+    assert not at, lines
+    return process.returncode, lines
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are sent another way there")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_and_saves(number: signal.Signals, workspace: Path, tmp_path: Path):
+    path = yaml(tmp_path, name="long", train__num_steps=100_000)
+    code, lines = interrupted(number, ["step "], "train", path, "--workspace", str(workspace))
+    assert code == 0
     store = supervisor.list_runs(workspace)[0]
-    assert any("Stopping after this step" in line for line in lines)
+    assert "Stopping after this step, then saving." in lines
     assert any(line.startswith("checkpoint of step") for line in lines)
     assert lines[-1].startswith("Stopped after step")
     assert store.state().state is RunState.STOPPED
     assert store.checkpoints()[0].complete
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are sent another way there")
+def test_a_second_interrupt_says_what_is_happening_and_a_third_ends_it_without_saving(workspace: Path, tmp_path: Path):
+    path = yaml(tmp_path, name="slow save", train__num_steps=100_000)
+    code, lines = interrupted(signal.SIGINT, ["step ", "save", "Still saving"], "train", path, "--workspace", str(workspace))
+    assert code == 130
+    store = supervisor.list_runs(workspace)[0]
+    step = store.state().step
+    lost = "Ctrl+C once more ends the run at once, without saving: all that it has trained is lost."
+    assert f"Still saving the state after step {step}. {lost}" in lines
+    assert lines[-1] == "Forced to quit; steps after the last checkpoint are lost."
+    assert store.state().state is RunState.STOPPED
+    assert store.checkpoints() == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are sent another way there")
+def test_an_interrupt_of_a_run_whose_disk_is_full_tries_to_save_again(workspace: Path, tmp_path: Path):
+    path = yaml(tmp_path, name="full disk", train__num_steps=100_000)
+    code, lines = interrupted(signal.SIGINT, ["step ", "warning: Disk is full"], "train", path, "--workspace", str(workspace))
+    assert code == 0
+    assert any(line.startswith("Trying to save again. Ctrl+C once more") for line in lines)
+    assert any(line.startswith("checkpoint of step") for line in lines)
+    assert lines[-1].startswith("Stopped after step")
+
+
+def test_what_a_second_interrupt_says(tmp_path: Path):
+    def said(state: RunState, phase: str, saved: int | None = None) -> str:
+        return report.still_busy(RunStatus(state, step=12, phase=Phase(phase)), saved)
+
+    lost = "Ctrl+C once more ends the run at once, without saving: "
+    assert said(RunState.STOPPING, "train", 10) == f"Still at step 13, then it saves. {lost}what it trained after step 10 is lost."
+    assert said(RunState.STOPPING, "save", 12) == "Still ending. Ctrl+C once more ends the run at once; its state after step 12 is saved."
+    assert said(RunState.STARTING, "download") == "Still ending: download. Ctrl+C once more ends the run at once; nothing is trained yet."
 
 
 # ---- export and verify -----------------------------------------------------------------------------------------------

@@ -231,6 +231,54 @@ def test_what_reads_back_differently_is_removed(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(checkpoint, model folder) of a run; read only."""
+    folder = tmp_path_factory.mktemp("tied")
+    saved = checkpoint_of(build_model(FAMILIES["llama_tied"]()), "llama_tied", folder / "checkpoints")
+    return saved, model_folder("llama_tied", folder / "model")
+
+
+def refusal(saved: Path, source: Path, target: Path) -> str:
+    """Message and hint of an export that must not begin."""
+    phases: list[Phase] = []
+    with pytest.raises(ModelError) as error:
+        export(saved, source, target, try_it=False, progress=phases.append)
+    assert phases == []
+    assert error.value.message.startswith(f"{target} cannot be exported to: ")
+    return f"{error.value.message} {error.value.hint}".removeprefix(f"{target} cannot be exported to: ")
+
+
+def test_a_target_that_cannot_be_is_named_with_what_to_do(tied: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    for name in ("d", "c", "b", "a"):
+        (tmp_path / "full" / name).write_text("mine")
+    assert refusal(*tied, tmp_path / "file") == "it is a file, not a folder. Give a folder that does not exist yet, or remove the file."
+    assert refusal(*tied, tmp_path / "full") == (
+        "it exists already and is not empty (a, b, c, …). Give a folder that does not exist yet, or empty it."
+    )
+    below = refusal(*tied, tmp_path / "file" / "out")
+    assert below == f"{tmp_path / 'file'} is a file, not a folder. Give a folder that does not exist yet."
+    assert (tmp_path / "file").read_text() == "mine"
+    assert len(list((tmp_path / "full").iterdir())) == 4
+
+
+@pytest.mark.parametrize("inside", ["", "new", "step-00000030", "step-00000030/hf", "../checkpoints/x"])
+def test_nothing_is_exported_among_the_checkpoints(inside: str, tied: tuple[Path, Path]) -> None:
+    saved, source = tied
+    before = sorted(saved.parent.rglob("*"))
+    root = saved.parent
+    expected = f"it lies in {root}, where the run keeps its checkpoints and removes old ones. Give a folder outside of it."
+    assert refusal(saved, source, root / inside) == expected
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_target_that_may_not_be_written_is_named(tied: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting.os, "access", lambda path, mode: False)  # the super-user may write anywhere
+    assert refusal(*tied, tmp_path / "new" / "out") == f"{tmp_path} may not be written to. Give a folder that you may write to."
+
+
 def test_existing_folder_is_kept_and_an_empty_one_used(tmp_path: Path) -> None:
     saved = checkpoint_of(build_model(FAMILIES["llama_tied"]()), "llama_tied", tmp_path / "checkpoints")
     source = model_folder("llama_tied", tmp_path / "model")
