@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from megatrain.engine.debug import Debug, read_debug
+from megatrain.engine.timeline import Timeline
 from megatrain.errors import OutOfVramError
 
 COMPUTE, H2D, D2H = "compute", "h2d", "d2h"
@@ -59,6 +60,8 @@ class Device:
     def __init__(self, debug: Debug | None = None) -> None:
         self.debug = read_debug("") if debug is None else debug
         self.torch_device = torch.device("cpu")
+        self.timeline: Timeline | None = None  # set to record what runs when
+        self.transfers = True  # False leaves out what copies move, to time computation alone
         self.bytes_moved: dict[str, int] = defaultdict(int)
         self.waits_s: dict[str, float] = defaultdict(float)
 
@@ -83,6 +86,8 @@ class Device:
         """Copy a buffer, or elements of it, on `lane`. Both have the same dtype."""
         into = target.tensor if target_part is None else target.tensor[target_part]
         out_of = source.tensor if source_part is None else source.tensor[source_part]
+        if not self.transfers:
+            return self.launch(lane, _nothing, reads=[source], writes=[target])
         self.bytes_moved[lane] += into.numel() * into.element_size()
         return self.launch(lane, lambda: _copy(into, out_of), reads=[source], writes=[target])
 
@@ -121,7 +126,10 @@ class Device:
     # -- what a device is
 
     def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
-        work()
+        if self.timeline is None:
+            work()
+        else:
+            self.timeline.timed(lane, self.timeline.label(lane), work)
         return Event(lane)
 
 
@@ -139,6 +147,8 @@ class CudaDevice(Device):
 
     def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
         if lane in self._executors:
+            if self.timeline is not None:
+                work = partial(self.timeline.timed, lane, self.timeline.label(lane), work)
             self._last[lane] = self._executors[lane].submit(self._run_on_host, work, before)
             return Event(lane, future=self._last[lane])
         stream = self._streams[lane]
@@ -151,7 +161,10 @@ class CudaDevice(Device):
             if self.debug.delay and self._random.random() < 0.3:
                 torch.cuda._sleep(self._random.randrange(200_000))
             try:
-                work()
+                if self.timeline is None:
+                    work()
+                else:
+                    self.timeline.on_stream(lane, work)
             except torch.cuda.OutOfMemoryError as error:
                 raise OutOfVramError(_first_line(error), "Lower the VRAM limit of the plan, or close programs that hold VRAM.") from error
             done = torch.cuda.Event()
@@ -228,6 +241,10 @@ def make_device(name: str) -> Device:
 def poison(tensor: torch.Tensor) -> None:
     """Fill with NaN (all bits set: NaN in every float format, also when viewed as another type)."""
     tensor.view(torch.uint8).fill_(255)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -117,6 +117,8 @@ class StepRunner:
                 started = group
                 self._first_group, self._last_group = group == 0, group == len(groups) - 1
                 self._start_group(batch, groups[group], sum(map(len, groups[:group])))
+            if self._device.timeline is not None:
+                self._device.timeline.begin(op.do, op.block, op.m)
             self._handlers[op.do](op)
         loss_sum, square_sum = self._read_result()
         return loss_sum / batch.trained_tokens, square_sum**0.5

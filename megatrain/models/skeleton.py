@@ -188,7 +188,9 @@ class Skeleton:
             args, kwargs = _on_meta(call.with_hidden(recording.hidden), windows)
             with watching_layers() as seen, contextlib.suppress(LayerSeen, RuntimeError, TypeError, NotImplementedError):
                 layer(*args, **kwargs)
-            if len(seen) != 1 or seen[0].head_size > LARGEST_HEAD or seen[0].head_size % 8 or windows.get(id(seen[0].mask), -1) != seen[0].window:
+            if len(seen) != 1 or windows.get(id(seen[0].mask), -1) != seen[0].window:
+                return False
+            if seen[0].head_size > LARGEST_HEAD or seen[0].head_size % 8:
                 return False
         return True
 
