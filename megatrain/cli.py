@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     doctor = command("doctor", _doctor, "what this computer has, what is missing, and the fix")
-    doctor.add_argument("--measure", action="store_true", help="first measure its speed, some seconds; plans use it from then on")
+    doctor.add_argument("--measure", action="store_true", help="first measure its speed, about 15 s; plans use it from then on")
     plan = command("plan", _plan, "whether a configuration fits, where everything lives, how fast it will be")
     plan.add_argument("config", type=Path, help="YAML file, as the page saves it")
     train = command("train", _train, "train; Ctrl+C stops and saves")

@@ -28,7 +28,7 @@ NEW_CUDA_CAPABILITY = (7, 5)  # CUDA 13 has no kernels for older cards
 SMALL_DISK_BYTES = 20 * GIB
 SMALL_RAM_BYTES = 8 * GIB
 MOSTLY_FREE = 0.9
-PROBE_TIMEOUT_S = 180.0  # it takes 15 s on an idle machine
+PROBE_TIMEOUT_S = 180.0  # it takes 13 s on two idle cores
 ASK_TORCH = """
 import torch
 print(torch.__version__, torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count(), sep="|")

@@ -1,8 +1,8 @@
 """How fast this machine is, measured in a process of its own: `python -m megatrain.probe WORKSPACE [--device D] [--folder F]`.
 
-Computes a decoder layer, moves memory, updates parameters as the optimizer does, and writes and reads the offload folder:
-a few seconds each, under 15 s in all. What was measured is kept in the workspace (megatrain/rates.py) and replaces the
-estimates that plans are made with. The last line of the output is JSON.
+Writes and reads the offload folder, computes a decoder layer, moves memory and updates parameters as the optimizer does:
+a second or two each, and as long again until PyTorch is loaded (13 s on two idle cores). What was measured is kept in the
+workspace (megatrain/rates.py) and replaces the estimates that plans are made with. The last line of the output is JSON.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from megatrain.models.blocks import lay_out
 from megatrain.rates import Rates, save_rates
 from megatrain.units import MIB
 
-_SECONDS = 0.7  # for each figure, unless one try takes longer
+_SECONDS = 0.35  # for each figure, unless one try takes longer
 _UPDATE = Update(count=3, learning_rate=1e-5, clip=0.9, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01)
 
 
@@ -35,17 +35,18 @@ def measure(machine: Machine, device: str, folder: Path) -> Rates:
     """The rates of `device` ("cpu" or "cuda:N"), of the host beside it, and of the disk of `folder`."""
     on = torch.device(device)
     known = machine.device_rates(device)
+    read, write = _disk(folder)  # first: a folder that cannot be used is told at once
     flops = {name: _layer_flops_per_s(on, getattr(torch, name)) for name in known.compute_flops_per_s}
     h2d, d2h, duplex = _bus(on)
-    read, write = _disk(folder)
+    host = _update_bytes_per_s(torch.device(CPU))
     return dataclasses.replace(
         known,
         compute_flops_per_s=flops,
         h2d_bytes_per_s=h2d,
         d2h_bytes_per_s=d2h,
         duplex_bytes_per_s=duplex,
-        device_bytes_per_s=_update_bytes_per_s(on),
-        host_bytes_per_s=_update_bytes_per_s(torch.device(CPU)),
+        device_bytes_per_s=host if device == CPU else _update_bytes_per_s(on),
+        host_bytes_per_s=host,
         layer_overhead_s=_layer_overhead_s(on),
         disk_read_bytes_per_s=read,
         disk_write_bytes_per_s=write,
@@ -90,7 +91,7 @@ def _layer(device: torch.device, dtype: torch.dtype, hidden: int, tokens: int) -
 
 def _layer_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Of the forward pass of one layer with its attention, as plans count it: 2 per weight and token, 2·H·S per token (causal)."""
-    hidden, tokens = (4096, 8192) if device.type == "cuda" else (1024, 512)
+    hidden, tokens = (4096, 8192) if device.type == "cuda" else (1024, 128)
     call, states, weights = _layer(device, dtype, hidden, tokens)
     with torch.no_grad():
         seconds = _best_s(lambda: call(states), device)
@@ -148,9 +149,10 @@ def _update_bytes_per_s(device: torch.device) -> float:
 # ---- disk ------------------------------------------------------------------------------------------------------------
 def _disk(folder: Path) -> tuple[float, float]:
     """Bytes/s of reading and of writing a nameless file in `folder`, as the disk tier does it."""
-    size = 256 * MIB
+    size = 128 * MIB
     memory = aligned_bytes(size)
-    memory.random_(0, 256)  # some drives compress
+    noise = torch.randint(256, (16 * MIB,), dtype=torch.uint8)  # some drives compress, none over so long a stretch
+    memory.view(-1, noise.numel()).copy_(noise)
     with tempfile.TemporaryDirectory(dir=_made(folder), prefix=".megatrain-probe-") as inside:
         file = OffloadFile(Path(inside), size)
         try:
