@@ -20,6 +20,7 @@ from megatrain.data.recipes import Part, parts
 from megatrain.data.report import NothingTrainedError
 from megatrain.data.sources import Source, open_source
 from megatrain.data.tokenise import SNIFFED_ROWS, chosen_format, fitted
+from megatrain.data.torchless import hide_torch
 from megatrain.errors import DataError, MegaTrainError
 
 KEPT_ROWS = 5_000  # rows that can be gone back to without reading the source again
@@ -239,4 +240,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    hide_torch()
     sys.exit(main())

@@ -33,6 +33,7 @@ from megatrain.data.formats import PREFERENCE_NOTE, BadRow, Example, Text, detec
 from megatrain.data.packing import cut_conversation, split_text
 from megatrain.data.report import CUT, SPLIT, DataReport, NothingTrainedError, Tally
 from megatrain.data.sources import Source, open_source
+from megatrain.data.torchless import hide_torch
 from megatrain.engine.events import Phase
 from megatrain.errors import DataError
 
@@ -287,4 +288,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    hide_torch()
     sys.exit(main())

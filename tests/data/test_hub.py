@@ -17,7 +17,9 @@ PROGRAM = """
 import json, sys
 from megatrain.config import DataConfig
 from megatrain.data.sources import open_source
+from megatrain.data.torchless import hide_torch
 from megatrain.errors import DataError
+hide_torch()  # as the processes do that read data and tokenize
 for settings in json.loads(sys.argv[1]):
     try:
         source = open_source(DataConfig(**settings))
@@ -46,6 +48,8 @@ def rows(split: str, count: int) -> list[dict]:
 def root(tmp_path: Path) -> Path:
     folder = tmp_path / "hub" / "datasets" / "me" / "chat"
     (folder / "data").mkdir(parents=True)
+    (folder.parent / "closed").mkdir()
+    (folder.parent / "closed" / "a.jsonl").write_text('{"text": "a"}')
     for split, count in (("train", 30), ("test", 5)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows(split, count)), folder / "data" / f"{split}-00000-of-00001.parquet")
     return tmp_path / "hub"
@@ -71,10 +75,10 @@ def test_a_data_set_by_its_id(root: Path, tmp_path: Path) -> None:
 
 def test_a_hub_that_refuses_or_is_gone(root: Path, tmp_path: Path) -> None:
     with HubServer(root) as hub:
-        assert len(ask(hub, tmp_path / "cache", {"path": "me/chat"})[0]["rows"]) == 30
-        hub.gated.add("me/chat")
-        (gated,) = ask(hub, tmp_path / "other", {"path": "me/chat"})
-        assert gated["error"] == "The data set me/chat is gated."
+        hub.gated.add("me/closed")
+        chat, closed = ask(hub, tmp_path / "cache", {"path": "me/chat"}, {"path": "me/closed"})
+    assert len(chat["rows"]) == 30
+    assert closed["error"] == "The data set me/closed is gated."
     (gone,) = ask(hub, tmp_path / "cache", {"path": "me/chat"})
     assert gone["error"].startswith("The hub cannot be reached for the data set me/chat")
     found, missing = ask(hub, tmp_path / "cache", {"path": "me/chat"}, {"path": "me/none"}, HF_HUB_OFFLINE="1")

@@ -202,6 +202,7 @@ def test_a_preparation_that_is_killed_is_done_again(tmp_path: Path, chatml: Path
     path = lines(tmp_path / "a.jsonl", pairs(3000))
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom megatrain.config import RunConfig\nfrom megatrain.data.prepare import prepare\n"
+        "from megatrain.data.torchless import hide_torch\nhide_torch()\n"
         "def slow():\n    print('batch', flush=True)\n    time.sleep(0.3)\n    return False\n"
         f"config, folders = RunConfig.from_yaml({config(path).to_yaml()!r}), [Path({str(chatml)!r}), Path({str(tmp_path / 'cache')!r})]\n"
         "prepare(config, *folders, cancelled=slow)\n"
