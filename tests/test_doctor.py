@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatrain import doctor
+from megatrain import doctor, probe
 from megatrain.doctor import Finding, Level
 from megatrain.hardware import GpuProcess, read_machine
 from megatrain.units import GIB
@@ -198,8 +200,16 @@ def test_speed_says_whether_it_was_measured():
     assert "GFLOP/s" in doctor.check_speed(machine(), Path()).found
 
 
-def test_speed_is_measured_in_a_process_of_its_own_and_kept(tmp_path: Path):
-    """The only test that measures; what it finds is not judged."""
+def test_speed_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """The only test that measures; what it finds is not judged. In this process, which may have loaded torch already."""
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:4] == [sys.executable, "-P", "-m", "megatrain.probe"]
+        code = probe.main(command[4:])
+        return subprocess.CompletedProcess(command, code, capsys.readouterr().out, "")
+
+    monkeypatch.setattr(probe, "_SECONDS", 0.0)
+    monkeypatch.setattr(doctor.subprocess, "run", run)
     before = read_machine(tmp_path).cpu_rates
     assert not before.measured
     assert doctor.measure(tmp_path) == ""
@@ -211,6 +221,6 @@ def test_speed_is_measured_in_a_process_of_its_own_and_kept(tmp_path: Path):
     assert list((tmp_path / "offload").iterdir()) == []
 
 
-def test_a_measurement_that_fails_says_why(tmp_path: Path):
+def test_a_measurement_that_fails_in_its_process_says_why(tmp_path: Path):
     (tmp_path / "offload").write_text("a file where the folder should be")
     assert "offload" in doctor.measure(tmp_path)

@@ -119,16 +119,16 @@ def test_wikipedia_is_one_document_in_sections(model: Path, tmp_path: Path) -> N
 
 
 def test_a_folder_and_a_zip_of_real_files_are_read_alike(model: Path, tmp_path: Path) -> None:
-    names = ("alpaca_en_demo.json", "identity.json")
     folder = tmp_path / "folder"
     folder.mkdir()
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        for name in names:
-            (folder / name).write_bytes((real.data_folder() / name).read_bytes())
+        for name in ("alpaca_en_demo.json", "identity.json"):
+            rows = json.loads((real.data_folder() / name).read_text("utf-8"))
+            (folder / name).write_text(json.dumps(rows[:90]), "utf-8")
             archive.write(folder / name, name)
     made = [prepare(config(path), model, tmp_path / "cache") for path in (folder, tmp_path / "all.zip")]
     assert made[0].loader.fingerprint == made[1].loader.fingerprint
-    assert made[0].report.rows_kept == 999 + 91
+    assert made[0].report.rows_kept == 90 + 90
     assert made[0].report.template == "tokenizer"
 
 
