@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 PACKED = "megatrain_packed"  # the name under which transformers knows it
 LARGEST_HEAD = 256  # of the flash kernels
 _ROOM_PER_PACK = 8  # documents that a pack has room for at least, so that most batches need equal room
+_NO_MATTER = {"position_ids", "cache_position"}  # of what layers hand to attention: rotation is done before
 _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -34,6 +35,8 @@ class AttentionCall(NamedTuple):
     mask: torch.Tensor
     window: int | None
     head_size: int
+    value_size: int
+    more: frozenset[str]  # what may change scores besides: soft-caps, sinks, biases, ...
 
 
 class _Current:
@@ -99,7 +102,7 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """[P, S, H, E] causal attention inside documents. query: [P, H, S, E]; key, value may have fewer heads.
 
@@ -108,7 +111,7 @@ def packed_attention(
     """
     packs, heads, length, size = query.shape
     if _Current.calls is not None:
-        _Current.calls.append(AttentionCall(attention_mask, sliding_window, size))
+        _Current.calls.append(AttentionCall(attention_mask, sliding_window, size, value.shape[-1], _more(more)))
         raise LayerSeen
     if query.is_cuda and query.dtype is not torch.float32 and not dropout:
         padded = F.pad(value, (0, size - value.shape[-1])) if value.shape[-1] < size else value  # multi-head latent attention
@@ -119,6 +122,12 @@ def packed_attention(
     mask = visible(attention_mask, packs, length, sliding_window)
     found = F.scaled_dot_product_attention(query, _repeated(key, heads), _repeated(value, heads), mask, dropout, scale=scaling)
     return found.transpose(1, 2), None
+
+
+def _more(handed: dict[str, Any]) -> frozenset[str]:
+    """Names of what may change what attention computes: all but what is off."""
+    off = {"is_causal": True}
+    return frozenset(name for name, value in handed.items() if not (value is None or value is off.get(name, False) or name in _NO_MATTER))
 
 
 def _repeated(states: torch.Tensor, heads: int) -> torch.Tensor:

@@ -86,9 +86,10 @@ def build_meta_model(config: PretrainedConfig, dtype: torch.dtype, packed: bool 
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
     if packed:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=PACKED)
-        if model._supports_flash_attn and not _beyond_sdpa(model):
-            return model
+        with contextlib.suppress(ValueError, KeyError, ImportError):  # some models look attention up among those of their own
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=PACKED)
+            if model._supports_flash_attn and not _beyond_sdpa(model):
+                return model
     try:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
     except (ValueError, ImportError):  # transformers refuses SDPA where it lacks something the model needs

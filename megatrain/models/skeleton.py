@@ -182,13 +182,15 @@ class Skeleton:
         )
 
     def _attends_in_documents(self, recording: Recording) -> bool:
-        """Whether a layer of every kind gives its attention the mask that it got, and the window that this mask means."""
+        """Whether a layer of every kind gives its attention the mask that it got, the window that this mask means, and no more."""
         windows = {id(mask): window for mask, window in recording.masks}
         for layer, call in {kind_key(layer): (layer, call) for layer, call in zip(self.layers, recording.calls, strict=True)}.values():
             args, kwargs = _on_meta(call.with_hidden(recording.hidden), windows)
             with watching_layers() as seen, contextlib.suppress(LayerSeen, RuntimeError, TypeError, NotImplementedError):
                 layer(*args, **kwargs)
             if len(seen) != 1 or windows.get(id(seen[0].mask), -1) != seen[0].window:
+                return False
+            if seen[0].more or seen[0].value_size > seen[0].head_size:
                 return False
             if seen[0].head_size > LARGEST_HEAD or seen[0].head_size % 8:
                 return False

@@ -1,13 +1,22 @@
 """A model cut into blocks: nothing lost, nothing twice, and refused by name where it cannot be described."""
 
 import copy
+import functools
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, CTRLConfig, Gemma4TextConfig, PreTrainedModel, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    FalconConfig,
+    Gemma4TextConfig,
+    GPTNeoConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 from megatrain.engine.trainer import streamed_gradients
 from megatrain.errors import UnsupportedModelError
@@ -139,6 +148,64 @@ def test_a_pack_is_worth_its_documents_alone(family: str) -> None:
         loss, count = engine.evaluate([type(batch)(*parts)])
         alone += loss * count
     assert packed * tokens == pytest.approx(alone, rel=1e-5)
+
+
+OWN_KERNELS = {  # models that look attention up among classes of their own
+    "sdpa": FalconConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, use_cache=False),
+    "eager": GPTNeoConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, num_layers=2, num_heads=4, window_size=8, attention_types=[[["global", "local"], 1]]
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", OWN_KERNELS)
+def test_a_model_that_knows_no_other_attention_than_its_own_keeps_it(kernel: str) -> None:
+    cut = Skeleton(OWN_KERNELS[kernel], torch.float32)
+    assert (cut.packed, cut.config._attn_implementation) == (False, kernel)
+    assert not self_check(OWN_KERNELS[kernel], ["layer0"] * 2, streamed_gradients)
+
+
+def handing_to_attention(**more: object):
+    """A change of a model: its layers call attention with `more`."""
+
+    def change(model: PreTrainedModel) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.forward = functools.partial(layer.self_attn.forward, **more)
+
+    return change
+
+
+BEYOND = [{"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1, 4, 4, 4)}, {"is_causal": False}]
+
+
+@pytest.mark.parametrize("more", BEYOND, ids=lambda more: next(iter(more)))
+def test_attention_that_is_called_with_more_than_a_window_gets_masks(more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, handing_to_attention(**more))
+    assert not Skeleton(FAMILIES["llama_tied"](), torch.float32).packed
+
+
+@pytest.mark.parametrize("more", [{"softcap": None}, {"output_attentions": False}, {"is_causal": True}])
+def test_what_changes_nothing_leaves_attention_packed(more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(monkeypatch, handing_to_attention(**more))
+    assert Skeleton(FAMILIES["llama_tied"](), torch.float32).packed
+
+
+def test_a_model_that_looks_ahead_is_refused_by_the_self_check() -> None:
+    config = FAMILIES["llama_tied"]()
+    config.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be streamed"):
+        self_check(config, ["layer0"] * 4, streamed_gradients)
+
+
+def test_values_wider_than_queries_get_masks() -> None:
+    """The kernels want heads of one size: narrower values are padded, queries are not."""
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 32}
+    narrow, wide = FAMILIES["deepseek_v3"](), FAMILIES["deepseek_v3"]()
+    for name, value in sizes.items():
+        setattr(wide, name, value)
+    wide.qk_head_dim = 16
+    assert Skeleton(narrow, torch.float32).packed
+    assert not Skeleton(wide, torch.float32).packed
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2", "gpt2"])
