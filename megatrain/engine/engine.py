@@ -22,6 +22,7 @@ from megatrain.engine.schedule import split_groups
 from megatrain.engine.slots import WeightCache
 from megatrain.engine.step import StepRunner
 from megatrain.engine.tiers import MOMENTS, StateStore
+from megatrain.models import attention
 from megatrain.models.compiler import Compiler
 from megatrain.models.skeleton import Skeleton
 from megatrain.plan import Plan, Tier
@@ -71,6 +72,7 @@ class Engine:
         if plan.inputs_tier is not Tier.VRAM:
             pinned += activations.ram_pieces(num_layers, group, hidden_numel, dtype)
         skeleton.move_buffers(device.torch_device)
+        attention.prepare_for(device.torch_device)
         self.store = StateStore(self.layouts, plan, precision, parked, device, pinned, offload_folder)
         cache = WeightCache(self.store, plan, skeleton.tied, device)
         gradients = GradientFlow(self.store, plan, skeleton.tied, num_groups, device)

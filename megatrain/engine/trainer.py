@@ -136,6 +136,7 @@ class Trainer:
             if reason != "stopped without saving":
                 self._evaluate(due=reason == "finished")
         except Exception:  # whatever it was: what was trained so far is worth saving
+            self._report_compiler()  # plain operations may lack memory
             self._save_what_can_be_saved()
             raise
         if reason != "stopped without saving":
@@ -227,8 +228,7 @@ class Trainer:
 
     def _loop(self) -> str:
         """Until the last step ("finished") or a command ("stopped", "stopped without saving")."""
-        compiler = self.engine.compiler
-        self._report_phase("compile" if compiler.enabled else "train")  # the first use of each kernel compiles it
+        self._report_phase("compile" if self.engine.compiler.enabled else "train")  # the first use of each kernel compiles it
         if self.step == 0:
             self._evaluate(due=bool(self.config.evaluation.every_steps))  # what training is compared with
         last = time.perf_counter()
@@ -240,8 +240,7 @@ class Trainer:
             batch = self.job.loader.step_batch(self.step)
             loss, grad_norm = self.engine.train_step(batch, self.step)
             self._require_finite(loss, grad_norm)
-            if compiler.take_problem():
-                self.report(Notice("warning", f"Plain operations take the place of compiled kernels, slower: {compiler.problem}"))
+            self._report_compiler()
             rate = learning_rate(self.config, self.step, self.job.num_steps)
             self.engine.decide(self._update(rate, grad_norm))
             self.step += 1
@@ -272,6 +271,12 @@ class Trainer:
         counters = self.engine.device.take_counters()
         epoch = self.job.loader.epoch(self.step)
         self.report(StepDone(self.step, loss, grad_norm, rate, batch.num_tokens, batch.trained_tokens, step_s, epoch, *counters))
+
+    def _report_compiler(self) -> None:
+        """Say once why something is not compiled."""
+        if self.engine.compiler.take_problem():
+            text = "Plain operations take the place of compiled kernels, slower and with more memory (kernels: plain plans for them)"
+            self.report(Notice("warning", f"{text}: {self.engine.compiler.problem}"))
 
     def _report_phase(self, name: str) -> None:
         self.report(Phase(name, self.step, self.job.num_steps, "steps"))
@@ -393,5 +398,3 @@ class Trainer:
                 self._report_saved()
         except Exception as error:  # the failure that came first is the one to be told
             self.report(Notice("warning", f"The state could not be saved after the failure: {error}"))
-
-

@@ -1,8 +1,8 @@
 """Attention over packed documents, registered with transformers: no mask is kept, only where documents begin.
 
-Models whose attention is causal, plain or windowed, get it; `Skeleton` checks that. On the GPU in half precision it is
-`torch.nn.attention.varlen` (flash attention over documents of different lengths), elsewhere SDPA under a mask that is
-made for each call. P: packs, S: tokens of a pack, H: heads, E: head size, N: room for documents.
+Models whose attention is causal, plain or windowed, get it; `Skeleton` checks that. On a GPU in half precision it is
+`torch.nn.attention.varlen` (flash attention over documents of different lengths) if it can be, elsewhere SDPA under a mask
+that is made for each call. P: packs, S: tokens of a pack, H: heads, E: head size, N: room for documents.
 """
 
 import contextlib
@@ -42,9 +42,16 @@ class AttentionCall(NamedTuple):
 class _Current:
     """What the model's own forward is recorded with: transformers hands nothing of ours through it."""
 
+    flash: bool = True  # the GPU in use has kernels for documents of different lengths
     boundaries: torch.Tensor | None = None
     masks: list[tuple[torch.Tensor, int | None]]  # (what a mask function returned, its window)
     calls: list[AttentionCall] | None = None
+
+
+def prepare_for(device: torch.device) -> None:
+    """Choose the kernel for a GPU before it is used: older ones than Ampere, and some builds of torch, have no flash attention."""
+    if device.type == "cuda":
+        _Current.flash = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def document_boundaries(position_ids: np.ndarray) -> np.ndarray:
@@ -113,7 +120,7 @@ def packed_attention(
     if _Current.calls is not None:
         _Current.calls.append(AttentionCall(attention_mask, sliding_window, size, value.shape[-1], _more(more)))
         raise LayerSeen
-    if query.is_cuda and query.dtype is not torch.float32 and not dropout:
+    if _Current.flash and query.is_cuda and query.dtype is not torch.float32 and not dropout:
         padded = F.pad(value, (0, size - value.shape[-1])) if value.shape[-1] < size else value  # multi-head latent attention
         flat = (tensor.transpose(1, 2).reshape(packs * length, -1, size) for tensor in (query, key, padded))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)

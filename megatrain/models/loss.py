@@ -3,7 +3,7 @@
 Only positions with a label cost anything. T: tokens, D: hidden size, V: vocabulary, C: rows of a chunk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -66,9 +66,12 @@ class ChunkedLoss:
             del logits, gradient, found  # or they would live on beside those of the next chunk
         return total
 
-    def _chunks(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """`rows` in pieces; none when there are none (splitting an empty tensor gives one empty piece)."""
-        return rows.split(self._chunk_rows * (FUSED_LOSS_ROWS if self._score.works else 1)) if rows.numel() else ()
+    def _chunks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`rows` in pieces, which become shorter when compiling fails at the first; none when there are none."""
+        while rows.numel():
+            count = self._chunk_rows * (FUSED_LOSS_ROWS if self._score.works else 1)
+            yield rows[:count]
+            rows = rows[count:]
 
 
 def _accumulate(sums: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from megatrain.engine.checkpoint import CheckpointWriter
 from megatrain.engine.engine import Engine
 from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Paused, StepDone
 from megatrain.engine.trainer import Job, Trainer, train
-from megatrain.errors import DiskFullError, TrainingError
+from megatrain.errors import DiskFullError, OutOfVramError, TrainingError
 from megatrain.plan import Placement, Plan
 from tests.families import FAMILIES
 from tests.parity import batches
@@ -83,6 +83,16 @@ def test_the_held_out_loss_is_measured_before_the_first_step_and_at_the_end(job:
     events = run(job)
     assert [event.step for event in events if isinstance(event, EvalDone)] == [0, 3, 6]
     assert saved(job) == [2, 4, 6]
+
+
+def test_memory_that_plain_operations_lack_is_told_with_what_the_compiler_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_step(self: Engine, batch: PackedBatch, step: int) -> tuple[float, float]:
+        self.compiler.problem = "RuntimeError: no compiler here"
+        raise OutOfVramError("No VRAM for logits", "Lower the VRAM limit of the plan.")
+
+    with pytest.raises(OutOfVramError):
+        run(job, poll=lambda events: monkeypatch.setattr(Engine, "train_step", train_step))
+    assert ["no compiler here" in event.text for event in job.events if isinstance(event, Notice)] == [True]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("of the driver"), TrainingError("a bad sector")])

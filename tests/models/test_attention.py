@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megatrain.models import attention
 from megatrain.models.attention import document_boundaries, packed_attention, packed_mask, visible
 
 POSITIONS = np.array([[*range(11), *range(3), *range(6)], [*range(20)], [0] * 20])
@@ -50,6 +51,17 @@ def test_every_document_attends_to_itself_alone(window: int | None, value_size: 
 def test_what_is_visible() -> None:
     boundaries = torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32)
     assert visible(boundaries, 1, 4, None)[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(("built", "capability", "works"), [(True, (8, 0), True), (True, (7, 5), False), (False, (9, 0), False)])
+def test_old_gpus_get_masks(built: bool, capability: tuple[int, int], works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention._Current, "flash", True)
+    attention.prepare_for(torch.device("cpu"))
+    assert attention._Current.flash
+    attention.prepare_for(torch.device("cuda", 0))
+    assert attention._Current.flash == works
 
 
 def test_masks_that_boundaries_cannot_describe_are_refused() -> None:

@@ -1,5 +1,7 @@
 """The chunked loss equals the plain one, whatever the chunk, and adds up in fp32."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -111,3 +113,20 @@ def test_fused_chunks_are_longer_and_worth_the_same() -> None:
     wanted = backward(Head(), hidden, labels, rows, 10, scale=0.5)
     for found, other in zip((loss, *grads, hidden_grad), (wanted[0], *wanted[1], wanted[2]), strict=True):
         assert float((found - other).norm()) <= 1e-6 * float(other.norm())
+
+
+@pytest.mark.parametrize("score", [lambda loss, *data: loss.evaluate(*data), None], ids=["evaluate", "backward"])
+def test_where_compiling_fails_chunks_are_short_again(score: Callable[..., torch.Tensor] | None) -> None:
+    """The plain operations take more memory for a row."""
+
+    def broken(graph: object, inputs: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    head, (hidden, labels, rows) = Head(), data(100)
+    loss = ChunkedLoss(head, 10, Compiler(enabled=True, backend=broken))  # type: ignore[arg-type]
+    if score is not None:
+        score(loss, hidden, labels, rows)
+    else:
+        grads = [torch.zeros(p.shape) for p in head.parameters()]
+        loss.backward(hidden, labels, rows, 1.0, list(head.parameters()), grads, torch.empty_like(hidden))
+    assert head.calls == [10 * FUSED_LOSS_ROWS, 10, 10, 10, 10, 10, 10]
