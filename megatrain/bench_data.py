@@ -1,5 +1,9 @@
-"""What is trained on while a step is measured: documents in memory, packed and batched as those of a run, without hub or tokenizer."""
+"""What is trained on while a step is measured: synthetic documents, tokenised, packed and batched as those of a run, and
+weights to begin with. Neither hub nor tokenizer is needed.
+"""
 
+import functools
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,53 +12,72 @@ import numpy as np
 
 from megatrain.config import RunConfig
 from megatrain.data import stdlib
-from megatrain.data.cache import TokenCache
+from megatrain.data.cache import CacheWriter, open_cache
 from megatrain.data.loader import Loader
 
 if TYPE_CHECKING:
     import torch
 
-_MEDIAN_TOKENS = 350
+MEDIAN_TOKENS = 350
 _SPREAD = 1.0  # of the logarithm of lengths
-_MOST_PACKS = 2048  # more would only take memory
+_SHORTEST = 8
+_MOST_PACKS = 2048  # more would only take time
+_ZIPF_SHIFT = 2.7  # the most frequent words are less frequent than Zipf's law says (Mandelbrot)
+_BLOCK = 1 << 22
 
 
-def synthetic(config: RunConfig, vocab_size: int) -> Loader:
-    """Documents of log-normal lengths, cut at the sequence length, with tokens as frequent as words are (Zipf)."""
+def synthetic(config: RunConfig, vocab_size: int, folder: Path, median_tokens: int = MEDIAN_TOKENS) -> Loader:
+    """Documents of log-normal lengths, cut at the sequence length, with tokens as frequent as words are (Zipf).
+
+    Where the median reaches the sequence length, every document fills a pack. The tokens are kept in `folder`.
+    """
     length, rng = config.data.sequence_length, np.random.default_rng(0)
     wanted = length * min(_MOST_PACKS, 4 * config.packs_per_step)
     sizes: list[int] = []
     while sum(sizes) < wanted:
-        sizes += np.clip(rng.lognormal(np.log(_MEDIAN_TOKENS), _SPREAD, 256).astype(np.int64), 8, length).tolist()
-    ids = np.minimum(rng.zipf(1.2, sum(sizes)), vocab_size - 1)
-    return _loader(np.split(ids, np.cumsum(sizes)[:-1]), config, "synthetic")
+        drawn = rng.lognormal(np.log(median_tokens), _SPREAD, 16).astype(np.int64) if median_tokens < length else [length]
+        sizes += np.clip(drawn, _SHORTEST, length).tolist()
+    frequency = np.cumsum(1 / (np.arange(vocab_size) + 1 + _ZIPF_SHIFT))
+    ids = np.searchsorted(frequency, rng.random(sum(sizes)) * frequency[-1])
+    return _loader(np.split(np.minimum(ids, vocab_size - 1), np.cumsum(sizes)[:-1]), config, folder)
 
 
-def library(config: RunConfig) -> Loader:
-    """The functions of Python's standard library, a byte per token: text whose loss falls."""
+def library(config: RunConfig, folder: Path) -> Loader:
+    """The functions of Python's standard library, a byte per token: text whose loss falls. The tokens are kept in `folder`."""
     most = config.data.sequence_length - 1
     texts = (np.frombuffer(function.source.encode("utf-8")[:most], np.uint8) for function in stdlib.functions())
-    return _loader([np.append(text.astype(np.int64) + 3, 2) for text in texts], config, "library")
+    return _loader([np.append(text.astype(np.int64) + 3, 2) for text in texts], config, folder)
 
 
-def _loader(documents: Sequence[np.ndarray], config: RunConfig, name: str) -> Loader:
-    ids = np.concatenate(documents).astype(np.uint32)
-    offsets = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype(np.int64)
-    rows = np.arange(len(documents), dtype=np.int64)
-    return Loader(TokenCache(Path(), ids, np.ones(len(ids), np.bool_), offsets, rows, {}, name), config, pad_id=0)
+def _loader(documents: Sequence[np.ndarray], config: RunConfig, folder: Path) -> Loader:
+    tokens = folder / "tokens"
+    with CacheWriter(tokens) as writer:
+        for row, ids in enumerate(documents):
+            writer.add(ids, np.ones(len(ids), np.bool_), row)
+        writer.finish({})
+    cache = open_cache(tokens)
+    if cache is None:
+        raise RuntimeError(f"the tokens in {tokens} cannot be read back")
+    return Loader(cache, config, pad_id=0)
 
 
 def noise(shapes: Mapping[str, Sequence[int]], names: Iterable[str]) -> "dict[str, torch.Tensor]":
-    """Weights that cost no time to make: one block of small random numbers again and again, ones for norms. bf16 and fp32 tensors."""
+    """Weights that cost no time to make: pieces of one block of normal numbers (deviation 0.02, bf16); ones for norms, zeros for biases."""
     import torch
 
-    block = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     made = {}
     for name in names:
         shape = shapes[name]
-        count = int(np.prod(shape))
         if len(shape) < 2:
             made[name] = torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
-        else:
-            made[name] = block.repeat(-(-count // len(block)))[:count].view(*shape)
+            continue
+        count, start = int(np.prod(shape)), zlib.crc32(name.encode()) % _BLOCK  # equal names begin at equal numbers
+        made[name] = _block().repeat(-(-(start + count) // _BLOCK))[start : start + count].view(*shape)
     return made
+
+
+@functools.cache
+def _block() -> "torch.Tensor":
+    import torch
+
+    return (torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()

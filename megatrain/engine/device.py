@@ -57,22 +57,36 @@ class Device:
     `bytes_moved` counts copies by lane; `waits_s` the host's own waiting by reason. Both are reset by `take_counters`.
     """
 
+    _stream_lanes: frozenset[str] = frozenset()  # lanes whose work is timed by events of the GPU
+
     def __init__(self, debug: Debug | None = None) -> None:
         self.debug = read_debug("") if debug is None else debug
         self.torch_device = torch.device("cpu")
         self.timeline: Timeline | None = None  # set to record what runs when
-        self.transfers = True  # False leaves out what copies move, to time computation alone
+        self.transfers = True  # False leaves out what is moved, to time computation alone
         self.bytes_moved: dict[str, int] = defaultdict(int)
         self.waits_s: dict[str, float] = defaultdict(float)
 
     # -- what the engine calls
 
-    def launch(self, lane: str, work: Work, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Event:
-        """Run `work` on `lane`, after everything that `reads` and `writes` depend on. Returns at once where lanes are asynchronous."""
+    def launch(
+        self, lane: str, work: Work, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), label: str = "", num_bytes: int = 0
+    ) -> Event:
+        """Run `work` on `lane`, after everything that `reads` and `writes` depend on. Returns at once where lanes are asynchronous.
+
+        For the timeline: `label` names the work (else its buffers do), `num_bytes` are what it moves.
+        """
         reads, writes = list(reads), list(writes)
-        before = [buffer.writer for buffer in [*reads, *writes]]
-        before += [event for buffer in writes for event in buffer.readers.values()]
-        event = self._submit(lane, work, [item for item in dict.fromkeys(before) if item is not None])
+        found = [buffer.writer for buffer in [*reads, *writes]]
+        found += [event for buffer in writes for event in buffer.readers.values()]
+        before = [item for item in dict.fromkeys(found) if item is not None]
+        timeline = self.timeline
+        if timeline is not None:
+            name = label or " → ".join(buffer.name for buffer in [*reads[:1], *writes[:1]])
+            work = timeline.watch(lane, work, before, name, num_bytes, lane in self._stream_lanes)
+        event = self._submit(lane, work, before)
+        if timeline is not None:
+            timeline.launched(event)
         for buffer in writes:
             buffer.writer, buffer.readers = event, {}
         for buffer in reads:
@@ -86,10 +100,14 @@ class Device:
         """Copy a buffer, or elements of it, on `lane`. Both have the same dtype."""
         into = target.tensor if target_part is None else target.tensor[target_part]
         out_of = source.tensor if source_part is None else source.tensor[source_part]
+        return self.move(lane, lambda: _copy(into, out_of), into.numel() * into.element_size(), target, source)
+
+    def move(self, lane: str, work: Work, num_bytes: int, target: Buffer, source: Buffer) -> Event:
+        """Launch work that moves bytes and nothing else; they are counted. It does nothing while `transfers` is off."""
         if not self.transfers:
             return self.launch(lane, _nothing, reads=[source], writes=[target])
-        self.bytes_moved[lane] += into.numel() * into.element_size()
-        return self.launch(lane, lambda: _copy(into, out_of), reads=[source], writes=[target])
+        self.bytes_moved[lane] += num_bytes
+        return self.launch(lane, work, reads=[source], writes=[target], num_bytes=num_bytes)
 
     def release(self, lane: str, buffer: Buffer) -> None:
         """Say that nothing that `buffer` holds will be read again. In the debug mode it is poisoned."""
@@ -126,15 +144,14 @@ class Device:
     # -- what a device is
 
     def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
-        if self.timeline is None:
-            work()
-        else:
-            self.timeline.timed(lane, self.timeline.label(lane), work)
+        work()
         return Event(lane)
 
 
 class CudaDevice(Device):
     """A GPU with a stream per lane; the lanes of the host are one thread each."""
+
+    _stream_lanes = frozenset((COMPUTE, H2D, D2H))
 
     def __init__(self, torch_device: torch.device, debug: Debug | None = None) -> None:
         super().__init__(debug)
@@ -147,8 +164,6 @@ class CudaDevice(Device):
 
     def _submit(self, lane: str, work: Work, before: list[Event]) -> Event:
         if lane in self._executors:
-            if self.timeline is not None:
-                work = partial(self.timeline.timed, lane, self.timeline.label(lane), work)
             self._last[lane] = self._executors[lane].submit(self._run_on_host, work, before)
             return Event(lane, future=self._last[lane])
         stream = self._streams[lane]
@@ -161,10 +176,7 @@ class CudaDevice(Device):
             if self.debug.delay and self._random.random() < 0.3:
                 torch.cuda._sleep(self._random.randrange(200_000))
             try:
-                if self.timeline is None:
-                    work()
-                else:
-                    self.timeline.on_stream(lane, work)
+                work()
             except torch.cuda.OutOfMemoryError as error:
                 raise OutOfVramError(_first_line(error), "Lower the VRAM limit of the plan, or close programs that hold VRAM.") from error
             done = torch.cuda.Event()
@@ -192,6 +204,8 @@ class CudaDevice(Device):
         elif event.cuda is not None:
             event.cuda.synchronize()
         self.waits_s[reason] += time.perf_counter() - start
+        if self.timeline is not None:
+            self.timeline.waited(reason, start)
 
     def limit_memory(self, num_bytes: int) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory

@@ -107,8 +107,7 @@ class DiskTier:
             slot = self._next(name, block)
             home = self._homes[name][block]
             part = _bytes_of(slot.buffer, home)
-            self._device.bytes_moved[DISK_READ] += len(part)
-            self._device.launch(DISK_READ, lambda: self.file.read(home.offset, part), reads=[home], writes=[slot.buffer])
+            self._device.move(DISK_READ, lambda: self.file.read(home.offset, part), len(part), slot.buffer, home)
         elif renew:
             self._renew(slot)
         return slot.buffer
@@ -128,8 +127,7 @@ class DiskTier:
             raise RuntimeError(f"{name} of block {block} is in no slot")
         home = self._homes[name][block]
         part = _bytes_of(slot.buffer, home)
-        self._device.bytes_moved[DISK_WRITE] += len(part)
-        self._device.launch(DISK_WRITE, lambda: self.file.write(home.offset, part), reads=[slot.buffer], writes=[home])
+        self._device.move(DISK_WRITE, lambda: self.file.write(home.offset, part), len(part), home, slot.buffer)
 
     def release(self, lane: str, name: str, block: int) -> None:
         """This state is not needed in its slot any more. In the debug mode the slot is poisoned."""

@@ -107,7 +107,8 @@ class Optimizer:
             gate = None
         used = [weights, *(buffer for buffer in states.values() if buffer is not None)]
         lane = COMPUTE if on_device else HOST
-        self._device.launch(lane, _work(block, weights, states, update, self._fused, gate), writes=used)  # type: ignore[arg-type]
+        work = _work(block, weights, states, update, self._fused, gate)  # type: ignore[arg-type]
+        self._device.launch(lane, work, writes=used, label=block.layout.name)
         for name, buffer in states.items():
             self._send_back(index, name, buffer, on_device)
         if on_device and weights is not block.weights:

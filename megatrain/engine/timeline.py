@@ -1,116 +1,115 @@
-"""Timeline: what ran on each lane of a device, and when. Recorded only while somebody wants it."""
+"""Timeline: records what a device runs on each lane, and when. Exists only while somebody wants it.
+
+Work on streams of a GPU is put between two timing events, which are read when everything is over; work on other lanes is
+timed by the clock of the host. Both count from one moment, at which the GPU was idle.
+"""
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from megatrain.engine.schedule import Do
+from megatrain.engine.spans import LAUNCHER, WAITING, Span
 
 _PARTS = {
     Do.EMBED: "forward", Do.LAYER: "forward", Do.HEAD: "head", Do.LAYER_BACKWARD: "backward", Do.EMBED_BACKWARD: "backward",
     Do.OPEN: "backward", Do.CLOSE: "backward", Do.UPDATE: "optimizer",
 }  # fmt: skip
-_BLAME = (("h2d", "h2d"), ("host", "optimizer"), ("disk_read", "disk"), ("disk_write", "disk"), ("d2h", "d2h"))  # (lane, what for)
 
 
-@dataclass(frozen=True)
-class Span:
-    """One piece of work: seconds since the recording began. part: forward, head, backward, optimizer, or the lane of a copy."""
+@dataclass
+class _Launched:
+    """One launch; start and end are there once it is over."""
 
     lane: str
     part: str
     name: str
-    start_s: float
-    end_s: float
+    num_bytes: int
+    after: tuple[int, ...]
+    start: "float | torch.cuda.Event | None" = None
+    end: "float | torch.cuda.Event | None" = None
 
 
 class Timeline:
-    """Spans of all lanes. `doing` names the operation of the schedule whose work is being launched."""
+    """What the lanes of one device do from now on. Launches come from one thread; their work may run on others."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        self._on_gpu = torch_device.type == "cuda"
-        self._spans: list[Span] = []
-        self._timed: list[tuple[str, str, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._lock = threading.Lock()  # the lanes of the host are threads
+        self._launched: list[_Launched] = []
+        self._waits: list[Span] = []
+        self._numbers: dict[Hashable, int] = {}  # by the event that a launch returned
+        self._last: dict[str, int] = {}  # number of the last launch of each lane
+        self._thread = threading.get_ident()
         self._doing: tuple[Do, int, int] | None = None
-        if self._on_gpu:
+        if torch_device.type == "cuda":
             torch.cuda.synchronize(torch_device)
             self._zero = torch.cuda.Event(enable_timing=True)
             self._zero.record()
             self._zero.synchronize()
         self._zero_s = time.perf_counter()
 
+    def now(self) -> float:
+        """Seconds since the beginning, by the clock of the host."""
+        return time.perf_counter() - self._zero_s
+
     def begin(self, do: Do, block: int, m: int) -> None:
-        """What is launched from now on belongs to this operation."""
+        """What is launched on the compute lane from now on belongs to this operation."""
         self._doing = do, block, m
 
-    def label(self, lane: str) -> tuple[str, str]:
-        """(part, name) of work that is launched now."""
-        do, block, m = self._doing or (None, 0, 0)
-        part = _PARTS.get(do, "other") if lane == "compute" else "optimizer" if lane == "host" else lane
-        return part, f"{do.value if do else 'step'}, block {block}, micro-batch {m}"
+    def watch(
+        self, lane: str, work: Callable[[], None], before: Iterable[Hashable], name: str, num_bytes: int, on_stream: bool
+    ) -> Callable[[], None]:
+        """`work` that leaves its start and end here when it runs. `name` says what moves; computation is named by its operation."""
+        part, name = self._what(lane, name)
+        after = {self._numbers[event] for event in before if event in self._numbers}
+        if lane in self._last:  # lanes are queues
+            after.add(self._last[lane])
+        one = _Launched(lane, part, name, num_bytes, tuple(sorted(after)))
+        self._last[lane] = len(self._launched)
+        self._launched.append(one)
+        return (lambda: self._on_stream(one, work)) if on_stream else (lambda: self._on_host(one, work))
 
-    def timed(self, lane: str, label: tuple[str, str], work: Callable[[], None]) -> None:
-        """Run `work` of a lane of the host, and remember when."""
+    def launched(self, event: Hashable) -> None:
+        """The last launch that was watched ends with this event."""
+        self._numbers[event] = len(self._launched) - 1
+
+    def waited(self, reason: str, start_s: float) -> None:
+        """The launching thread waited from a moment of time.perf_counter until now."""
+        self._waits.append(Span(LAUNCHER, reason, f"waits for {reason}", start_s - self._zero_s, self.now()))
+
+    def spans(self) -> list[Span]:
+        """Everything recorded that is over, in order of start. The device must be synchronised."""
+        found = list(self._waits)
+        for number, one in enumerate(self._launched):
+            if one.start is not None and one.end is not None:
+                times = self._seconds(one.start), self._seconds(one.end)
+                found.append(Span(one.lane, one.part, one.name, *times, one.num_bytes, number, one.after))
+        return sorted(found, key=lambda span: (span.start_s, span.number))
+
+    def _what(self, lane: str, name: str) -> tuple[str, str]:
+        """(part, name) of work that is launched now."""
+        if lane != "compute":
+            return ("optimizer" if lane == "host" else lane), name
+        if self._doing is None:
+            return "other", name or "step"
+        do, block, m = self._doing
+        return _PARTS.get(do, "other"), f"{do.value}, block {block}, micro-batch {m}"
+
+    def _on_host(self, one: _Launched, work: Callable[[], None]) -> None:
         start = time.perf_counter()
         work()
-        span = Span(lane, *label, start - self._zero_s, time.perf_counter() - self._zero_s)
-        with self._lock:
-            self._spans.append(span)
+        one.start, one.end = start - self._zero_s, self.now()
+        if one.lane in WAITING and threading.get_ident() == self._thread:  # a lane without a thread of its own
+            self.waited(WAITING[one.lane], start)
 
-    def on_stream(self, lane: str, work: Callable[[], None]) -> None:
-        """Launch `work` on the current stream between two events."""
+    def _on_stream(self, one: _Launched, work: Callable[[], None]) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
         end.record()
-        self._timed.append((lane, *self.label(lane), start, end))
+        one.start, one.end = start, end
 
-    def spans(self) -> list[Span]:
-        """Everything recorded, in order of start. The device must be synchronised."""
-        found = list(self._spans)
-        for lane, part, name, start, end in self._timed:
-            found.append(Span(lane, part, name, self._zero.elapsed_time(start) / 1e3, self._zero.elapsed_time(end) / 1e3))
-        return sorted(found, key=lambda span: span.start_s)
-
-
-def split(spans: Iterable[Span], step_s: float) -> dict[str, float]:
-    """Seconds of a step by what the compute lane did, and by what it waited for; `launching` where no lane was busy.
-
-    An instant without computation is put down to the first busy lane of: copies down, updates on the host, disk, copies up.
-    """
-    lanes: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        lanes[span.lane].append(span)
-    found: dict[str, float] = defaultdict(float)
-    for span in lanes["compute"]:
-        found[span.part] += span.end_s - span.start_s
-    idle = _without([(0.0, step_s)], lanes["compute"])
-    for lane, reason in _BLAME:
-        rest = _without(idle, lanes[lane])
-        found[f"waiting for {reason}"] += _length(idle) - _length(rest)
-        idle = rest
-    found["launching"] = _length(idle)
-    return dict(found)
-
-
-def _without(stretches: list[tuple[float, float]], spans: list[Span]) -> list[tuple[float, float]]:
-    """What is left of ascending stretches outside the spans."""
-    left: list[tuple[float, float]] = []
-    for start, end in stretches:
-        for span in spans:  # ascending
-            if span.end_s > start and span.start_s < end:
-                if span.start_s > start:
-                    left.append((start, span.start_s))
-                start = max(start, span.end_s)
-        if start < end:
-            left.append((start, end))
-    return left
-
-
-def _length(stretches: list[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in stretches)
+    def _seconds(self, when: "float | torch.cuda.Event") -> float:
+        return when if isinstance(when, float) else self._zero.elapsed_time(when) / 1e3

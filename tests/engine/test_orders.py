@@ -93,11 +93,11 @@ class Forgets(FakeDevice):
         self._part, self._prefix = part, prefix
         self.forgotten = 0
 
-    def launch(self, lane: str, work: Work, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Event:
+    def launch(self, lane: str, work: Work, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = (), **rest: object) -> Event:
         told = {"reads": list(reads), "writes": list(writes)}
         kept = [buffer for buffer in told[self._part] if not buffer.name.startswith(self._prefix)]
         self.forgotten += len(told[self._part]) - len(kept)
-        return super().launch(lane, work, **{**told, self._part: kept})
+        return super().launch(lane, work, **{**told, self._part: kept}, **rest)
 
 
 FAULTS = [
