@@ -2,7 +2,7 @@
 weights to begin with. Neither hub nor tokenizer is needed.
 """
 
-import functools
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ _SPREAD = 1.0  # of the logarithm of lengths
 _SHORTEST = 8
 _MOST_PACKS = 2048  # more would only take time
 _ZIPF_SHIFT = 2.7  # the most frequent words are less frequent than Zipf's law says (Mandelbrot)
-_BLOCK = 1 << 22
+_FEW = 1 << 22  # random numbers are drawn
 
 
 def synthetic(config: RunConfig, vocab_size: int, folder: Path, median_tokens: int = MEDIAN_TOKENS) -> Loader:
@@ -61,23 +61,29 @@ def _loader(documents: Sequence[np.ndarray], config: RunConfig, folder: Path) ->
     return Loader(cache, config, pad_id=0)
 
 
-def noise(shapes: Mapping[str, Sequence[int]], names: Iterable[str]) -> "dict[str, torch.Tensor]":
-    """Weights that cost no time to make: pieces of one block of normal numbers (deviation 0.02, bf16); ones for norms, zeros for biases."""
-    import torch
+class Noise:
+    """Weights that cost no time to make: normal numbers (deviation 0.02, bf16), ones for norms, zeros for biases.
 
-    made = {}
-    for name in names:
-        shape = shapes[name]
-        if len(shape) < 2:
-            made[name] = torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
-            continue
-        count, start = int(np.prod(shape)), zlib.crc32(name.encode()) % _BLOCK  # equal names begin at equal numbers
-        made[name] = _block().repeat(-(-(start + count) // _BLOCK))[start : start + count].view(*shape)
-    return made
+    Matrices are views of one block as large as the largest of them, each from a place of its own.
+    """
 
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        import torch
 
-@functools.cache
-def _block() -> "torch.Tensor":
-    import torch
+        self._shapes = shapes
+        few = (torch.randn(_FEW, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+        self._block = few.repeat(2 + max(math.prod(shape) for shape in shapes.values()) // _FEW)
 
-    return (torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    def tensors(self, names: Iterable[str]) -> "dict[str, torch.Tensor]":
+        """The named parameters, not to be changed."""
+        import torch
+
+        made = {}
+        for name in names:
+            shape = self._shapes[name]
+            if len(shape) < 2:
+                made[name] = torch.ones(*shape) if "norm" in name else torch.zeros(*shape)
+                continue
+            start = zlib.crc32(name.encode()) % _FEW
+            made[name] = self._block[start : start + math.prod(shape)].view(*shape)
+        return made

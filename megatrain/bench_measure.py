@@ -166,7 +166,7 @@ class BenchTrainer(Trainer):
         for layout in self.engine.layouts:
             shapes |= {entry.name: entry.shape for entry in layout.entries}
             shapes |= {entry.name: entry.shape for entry in layout.buffers}
-        self.engine.load_weights(lambda names: bench_data.noise(shapes, names))
+        self.engine.load_weights(bench_data.Noise(shapes).tensors)
 
     def one_more_step(self) -> None:
         """A step as the loop does it, told to nobody."""

@@ -111,10 +111,10 @@ def test_model_flops_count_what_tokens_attend_to() -> None:
 
 def test_weights_are_small_random_numbers_and_differ() -> None:
     shapes = {"a.weight": (300, 200), "b.weight": (300, 200), "norm.weight": (200,), "a.bias": (200,)}
-    found = bench_data.noise(shapes, shapes)
+    found = bench_data.Noise(shapes).tensors(shapes)
     assert float(found["a.weight"].float().std()) == pytest.approx(0.02, rel=0.05)
     assert not found["a.weight"].equal(found["b.weight"])
-    assert found["a.weight"].equal(bench_data.noise(shapes, ["a.weight"])["a.weight"])
+    assert found["a.weight"].equal(bench_data.Noise(shapes).tensors(["a.weight"])["a.weight"])
     assert (float(found["norm.weight"].mean()), float(found["a.bias"].abs().max())) == (1.0, 0.0)
 
 

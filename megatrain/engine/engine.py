@@ -112,15 +112,16 @@ class Engine:
 
     def load_weights(self, read: ReadTensors, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Fill the weights (and exact masters) of every block from `read(names)`; moments become zero."""
+        room = torch.empty(max(layout.weight_bytes for layout in self.layouts), dtype=torch.uint8)  # once: new memory is slow
+        rests = torch.empty(max(layout.numel_a for layout in self.layouts), dtype=torch.int16)
         for index, layout in enumerate(self.layouts):
             tensors = read([entry.name for entry in (*layout.entries, *layout.buffers) if getattr(entry, "persistent", True)])
-            self._set_weights(index, tensors)
+            self._set_weights(index, tensors, room[: layout.weight_bytes].zero_(), rests[: layout.numel_a].zero_())
             progress(index + 1, len(self.layouts))
 
-    def _set_weights(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _set_weights(self, index: int, tensors: Mapping[str, torch.Tensor], flat: torch.Tensor, rest: torch.Tensor) -> None:
+        """Overwrite a block's weights and masters. `flat`, `rest`: zeroed host memory for both on their way."""
         layout, block = self.layouts[index], self.store.blocks[index]
-        flat = torch.zeros(layout.weight_bytes, dtype=torch.uint8)
-        rest = torch.zeros(layout.numel_a, dtype=torch.int16)
         views = layout.weight_views(flat)
         for entry in layout.entries:
             value = tensors[entry.name].reshape(-1)
