@@ -13,7 +13,6 @@ function renew() {
   refresh();
 }
 
-
 function saved() {
   try { return JSON.parse(localStorage.getItem(stored)) || {}; } catch { return {}; }
 }
