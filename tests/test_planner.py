@@ -201,9 +201,9 @@ def test_a_third_slot_is_taken_when_there_is_room():
         planner.plan(config(memory__vram_limit_gib=1.0), QWEN_1B5, machine(139, 128, H200))
     least = 1.0 + caught.value.missing_bytes["vram"] / GIB
     tight = planner.plan(config(memory__vram_limit_gib=least), QWEN_1B5, machine(139, 128, H200))
-    roomy = [planner.plan(config(memory__vram_limit_gib=8.0 + more / 4), QWEN_1B5, machine(139, 128, H200)) for more in range(5)]
+    roomy = planner.plan(config(memory__vram_limit_gib=8.0), QWEN_1B5, machine(139, 128, H200))
     assert (tight.weight_slots, tight.grad_slots) == (2, 1)
-    assert (3, 2) in [(plan.weight_slots, plan.grad_slots) for plan in roomy]  # room that is too little for a block
+    assert (roomy.weight_slots, roomy.grad_slots) == (3, 2)
 
 
 def test_resident_weights_run_in_groups_of_one_micro_batch():
@@ -253,8 +253,8 @@ def test_explicit_groups_keep_their_sums_in_ram_when_vram_is_short():
 
 
 def test_a_faster_card_gives_a_shorter_step():
-    slow = planner.plan(config(memory__vram_limit_gib=9.0), QWEN_1B5, machine(24, 64))
-    fast = planner.plan(config(memory__vram_limit_gib=9.0), QWEN_1B5, machine(139, 64, H200))
+    slow = planner.plan(config(memory__vram_limit_gib=8.0), QWEN_1B5, machine(24, 64))
+    fast = planner.plan(config(memory__vram_limit_gib=8.0), QWEN_1B5, machine(139, 64, H200))
     assert fast.predicted.step_s < slow.predicted.step_s
     assert fast.predicted.tokens_per_s == pytest.approx(16384 / fast.predicted.step_s)
 

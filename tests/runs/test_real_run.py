@@ -66,11 +66,8 @@ def straight(workspace):
     return store
 
 
-def finish_and_compare(store: RunStore, straight: RunStore, break_step: int) -> None:
-    """Resumes `store`, broken after `break_step`, to its end: every step and every final state is the straight run's, to the bit.
-
-    In this process, which has loaded everything; that a worker resumes is tested with stand-ins and by the demo's clicks."""
-    assert worker.run(store.folder, resume=True) == worker.FINISHED
+def assert_equal_to_straight(store: RunStore, straight: RunStore, break_step: int) -> None:
+    """`store`, resumed after it was broken at `break_step`, is over: every step and every final state is the straight run's, to the bit."""
     found, wanted = ([(row.step, row.loss, row.grad_norm, row.learning_rate) for row in run.steps()] for run in (store, straight))
     assert found == wanted
     assert final_states(store) == final_states(straight)
@@ -87,7 +84,9 @@ def test_killed_and_resumed_is_equal_to_never_stopped(workspace, straight):
     status = wait_until(store, RunState.CRASHED)
     saved = supervisor.resume_point(store).step
     assert 5 <= saved <= status.step
-    finish_and_compare(store, straight, saved)
+    supervisor.start_worker(store, resume=True)
+    wait_until(store, RunState.FINISHED)
+    assert_equal_to_straight(store, straight, saved)
 
 
 def test_paused_stopped_and_resumed_is_equal_to_never_stopped(workspace, straight):
@@ -104,7 +103,8 @@ def test_paused_stopped_and_resumed_is_equal_to_never_stopped(workspace, straigh
     assert codes == [worker.STOPPED]
     status = store.state()
     assert supervisor.resume_point(store).step == status.step < NUM_STEPS
-    finish_and_compare(store, straight, status.step)
+    assert worker.run(store.folder, resume=True) == worker.FINISHED  # the killed run's test resumes in a process of its own
+    assert_equal_to_straight(store, straight, status.step)
 
 
 def test_data_without_a_trained_token_ends_before_training_with_the_reason(workspace):
