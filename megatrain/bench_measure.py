@@ -22,9 +22,10 @@ from megatrain.data.batch import PackedBatch
 from megatrain.data.loader import Loader
 from megatrain.engine.engine import Engine
 from megatrain.engine.events import Event, Notice, Phase, StepDone
+from megatrain.engine.schedules import learning_rate
 from megatrain.engine.spans import Span, cut, split
 from megatrain.engine.timeline import Timeline
-from megatrain.engine.trainer import Job, Trainer, learning_rate
+from megatrain.engine.trainer import Job, Trainer
 from megatrain.hardware import read_machine
 from megatrain.models.inspect import inspect_model
 from megatrain.plan import Plan

@@ -116,7 +116,7 @@ class RunConfig:
     gradient_dtype: str = _option("auto", "Parked gradients", "Format of gradients between backward and update.",
                                   choices=("auto", "bfloat16", "float32"), advanced=True)  # fmt: skip
     allow_tf32: bool = _option(False, "Allow TF32", "Faster, less exact fp32 matrix products on the GPU.", advanced=True)
-    kernels: str = _option("auto", "Kernels", "Layers compiled into few fast kernels, or their plain operations. `auto` compiles on a GPU.",
+    kernels: str = _option("auto", "Kernels", "Layers compiled into few fast kernels, or their plain operations. `auto` compiles on a GPU where Triton and a C compiler are found.",
                            choices=("auto", "compiled", "plain"), advanced=True)  # fmt: skip
     deterministic: bool = _option(False, "Deterministic", "Two runs of the same configuration give equal bits; slower.", advanced=True)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -130,6 +130,10 @@ class RunConfig:
     def packs_per_step(self) -> int:
         """Packs of `sequence_length` tokens in one optimizer step."""
         return self.train.global_batch_tokens // self.data.sequence_length
+
+    def compiles(self, on_gpu: bool, can_compile: bool) -> bool:
+        """Whether kernels are compiled, on a machine that can or cannot; see `platform.can_compile`."""
+        return self.kernels == "compiled" or self.kernels == "auto" and on_gpu and can_compile
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -186,6 +186,17 @@ def check_link(machine: Machine, workspace: Path) -> Finding:
     return Finding("Bus", Level.WARNING if narrow else Level.OK, "; ".join(found), wanted, fix if narrow else "")
 
 
+def check_compiler(machine: Machine, workspace: Path) -> Finding:
+    """Kernels can be compiled for the card: plain operations are slower and take more VRAM."""
+    wanted = "Triton and a C compiler"
+    if not machine.gpus:
+        return Finding("Compiler", Level.OK, "not needed without a GPU", wanted)
+    if machine.can_compile:
+        return Finding("Compiler", Level.OK, "found", wanted)
+    fix = "Install gcc (Debian and Ubuntu: sudo apt install gcc). On Windows PyTorch comes without Triton; WSL2 has it."
+    return Finding("Compiler", Level.WARNING, "one is missing: training takes plain operations, slower and with more VRAM", wanted, fix)
+
+
 def check_speed(machine: Machine, workspace: Path) -> Finding:
     """What plans are made with: measured rates, or estimates. The disk is the offload folder's."""
     device = machine.auto_device
@@ -294,5 +305,6 @@ CHECKS: tuple[Callable[[Machine, Path], Finding], ...] = (
     check_workspace,
     check_pinned,
     check_link,
+    check_compiler,
     check_speed,
 )

@@ -130,7 +130,7 @@ class Problem:
     @staticmethod
     def of(config: RunConfig, shape: ModelShape, machine: Machine) -> "Problem":
         limits = budget(config, machine, costs.checkpoint_bytes(shape, precision_named(config.precision)))
-        work = Work.of(config, shape, limits.device)
+        work = Work.of(config, shape, limits.device, machine.can_compile)
         if 0 < shape.max_positions < config.data.sequence_length:
             text = f"{config.data.sequence_length} is longer than the {shape.max_positions} positions of {shape.name}"
             raise ConfigError([("data.sequence_length", text)], f"Set it to {shape.max_positions} or less.")

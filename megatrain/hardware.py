@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.platform import can_compile
 from megatrain.rates import GpuReadings, Rates, cpu_rates, gpu_rates, measured_rates
 from megatrain.units import GIB
 
@@ -68,6 +69,7 @@ class Machine:
     system: str = ""
     driver_version: str | None = None
     torch_cuda: str | None = None  # CUDA version that the installed torch was built for; None: it cannot use a GPU
+    can_compile: bool = True  # kernels for a GPU; see platform.can_compile
     notes: tuple[str, ...] = field(default=())  # what could not be read, in words
     offload_folder: str = ""  # where states may go that do not fit in RAM; see with_offload
     offload_total_bytes: int = 0  # of its disk
@@ -128,6 +130,7 @@ def read_machine(workspace: Path) -> Machine:
         system=f"{system.system()} {system.release()}",
         driver_version=driver,
         torch_cuda=read_torch_cuda(),
+        can_compile=can_compile(),
         notes=notes,
         offload_folder=str(workspace.expanduser().absolute() / "offload"),
         offload_total_bytes=disk.total,

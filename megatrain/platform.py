@@ -7,8 +7,10 @@ simulate the refusals by replacing the small `_system_*` functions at the end of
 
 import contextlib
 import errno
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -24,6 +26,12 @@ import psutil
 
 WINDOWS = os.name == "nt"
 DIRECT_ALIGNMENT = 4096  # bytes; offsets, lengths and addresses of direct I/O are multiples of this on every drive seen
+
+
+def can_compile() -> bool:
+    """Whether PyTorch can compile kernels for a GPU here: it needs Triton, which needs a C compiler for what launches them."""
+    compilers = [name for name in (os.environ.get("CC"), "clang", "gcc") if name]
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
 # Processes: identity, detached start, end ---------------------------------------------------------------------------

@@ -25,12 +25,12 @@ class Work:
     fused: bool = False  # layers and loss are compiled into few kernels
 
     @staticmethod
-    def of(config: RunConfig, shape: ModelShape, device: str) -> "Work":
-        """The work of `config` on `device` ("cpu" or "cuda:N")."""
+    def of(config: RunConfig, shape: ModelShape, device: str, can_compile: bool = True) -> "Work":
+        """The work of `config` on `device` ("cpu" or "cuda:N") of a machine that can compile kernels or cannot."""
         precision = precision_named(config.precision)
         gradient = precision.default_gradient_dtype if config.gradient_dtype == "auto" else config.gradient_dtype
         on_gpu = device != "cpu"
-        fused = config.kernels == "compiled" or config.kernels == "auto" and on_gpu
+        fused = config.compiles(on_gpu, can_compile)
         return Work(shape, precision, gradient, config.data.sequence_length, config.packs_per_step, on_gpu, fused)
 
     @property

@@ -25,7 +25,7 @@ def test_every_check_answers_on_this_computer(monkeypatch: pytest.MonkeyPatch, t
     with_torch(monkeypatch, ("2.13.0", None, False, 0))
     findings = doctor.examine(machine(0, 64), tmp_path)
     assert [finding.check for finding in findings] == [
-        "Python", "Packages", "PyTorch", "NVIDIA driver", "VRAM", "RAM", "Disk", "Workspace", "Pinned memory", "Bus", "Speed",
+        "Python", "Packages", "PyTorch", "NVIDIA driver", "VRAM", "RAM", "Disk", "Workspace", "Pinned memory", "Bus", "Compiler", "Speed",
     ]  # fmt: skip
     assert all(finding.level is Level.OK for finding in findings), findings
     assert all(finding.found and finding.wanted for finding in findings)
@@ -185,6 +185,14 @@ def test_a_card_on_fewer_lanes_than_it_has_is_warned_of():
     assert doctor.check_link(dataclasses.replace(computer, gpus=(full,)), Path()).level is Level.OK
     assert doctor.check_link(computer, Path()).level is Level.OK
     assert doctor.check_link(machine(), Path()).level is Level.OK
+
+
+def test_a_card_without_a_compiler_is_told():
+    assert doctor.check_compiler(machine(24), Path()).level is Level.OK
+    finding = doctor.check_compiler(dataclasses.replace(machine(24), can_compile=False), Path())
+    assert finding.level is Level.WARNING
+    assert "gcc" in finding.fix
+    assert doctor.check_compiler(dataclasses.replace(machine(0), can_compile=False), Path()).level is Level.OK
 
 
 def test_speed_says_whether_it_was_measured():

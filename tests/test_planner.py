@@ -170,6 +170,17 @@ def test_compiled_micro_batches_are_equal_where_that_costs_little(packs: int, si
     assert fused.micro_batch_sizes() == sizes
 
 
+def test_where_nothing_can_be_compiled_plans_are_for_plain_operations():
+    able = machine(24, 64)
+    unable = replace(able, can_compile=False)
+
+    def use(where: Machine, **changes: Any) -> int:
+        return planner.plan(config(memory__micro_batch_packs=16, **changes), QWEN_1B5, where).predicted.vram_parts["activations"]
+
+    assert use(unable) == use(able, kernels="plain") > use(able)
+    assert use(unable, kernels="compiled") == use(able)
+
+
 # ---- what is preferred -----------------------------------------------------------------------------------------------
 def test_everything_stays_in_vram_when_it_fits():
     plan = planner.plan(config(), QWEN_1B5, machine(139, 125, H200))

@@ -254,3 +254,20 @@ def test_windows_and_wsl_pin_less(monkeypatch):
     linux = platform.pinned_limit_bytes(100)
     monkeypatch.setattr(platform, "is_wsl", lambda: True)
     assert platform.pinned_limit_bytes(100) < 50 < linux
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "able"), [(True, "gcc", True), (True, "clang", True), (True, "", False), (False, "gcc", False)]
+)
+def test_kernels_need_triton_and_a_c_compiler(monkeypatch, triton, compiler, able):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: object() if triton and name == "triton" else None)
+    monkeypatch.setattr(platform.shutil, "which", lambda name: f"/usr/bin/{name}" if name == compiler else None)
+    assert platform.can_compile() is able
+
+
+def test_a_c_compiler_may_be_named(monkeypatch):
+    monkeypatch.setenv("CC", "my-cc")
+    monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(platform.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "my-cc" else None)
+    assert platform.can_compile()

@@ -28,6 +28,7 @@ from megatrain.engine.adamw import Update
 from megatrain.engine.device import HOST, Device, make_device
 from megatrain.engine.engine import Engine, gradient_dtype
 from megatrain.engine.events import Ended, EvalDone, Event, Notice, Paused, Phase, StepDone
+from megatrain.engine.schedules import learning_rate
 from megatrain.errors import CheckpointError, DiskFullError, MegaTrainError, NonFiniteError
 from megatrain.models.blocks import layout_record
 from megatrain.models.check import self_check
@@ -37,6 +38,7 @@ from megatrain.models.meta import build_meta_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.weights import WeightSource
 from megatrain.plan import Placement, Plan, Tier
+from megatrain.platform import can_compile
 from megatrain.precision import precision_named
 from megatrain.units import GIB
 
@@ -81,19 +83,6 @@ def train(job: Job, report: Callable[[Event], None], poll: Callable[[], str | No
         trainer.close()
 
 
-def learning_rate(config: RunConfig, step: int, num_steps: int) -> float:
-    """The rate of step `step` (from 0): linear warm-up, then the schedule down to `min_lr_ratio` at the last step."""
-    train_config = config.train
-    peak, warmup = train_config.learning_rate, min(train_config.warmup_steps, num_steps)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if train_config.schedule == "constant":
-        return peak
-    progress = (step - warmup + 1) / max(1, num_steps - warmup)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if train_config.schedule == "cosine" else 1 - progress
-    return peak * (train_config.min_lr_ratio + (1 - train_config.min_lr_ratio) * share)
-
-
 def streamed_gradients(
     skeleton: Skeleton, weights: Mapping[str, torch.Tensor], batch: PackedBatch
 ) -> tuple[float, Mapping[str, torch.Tensor]]:
@@ -114,7 +103,7 @@ class Trainer:
         self.config = job.config
         self.report = report
         self.poll = poll
-        self.step = 0
+        self.step = self._first_step = 0
         self._precision = precision_named(self.config.precision)
         self._engine: Engine | None = None
         self._writer: checkpoint.CheckpointWriter | None = None
@@ -178,7 +167,7 @@ class Trainer:
             device.limit_memory(max(0, int(config.memory.vram_limit_gib * GIB) - GPU_CONTEXT_BYTES))
         packs, length = config.packs_per_step, config.data.sequence_length
         offload = Path(config.memory.offload_folder).expanduser() if config.memory.offload_folder else None
-        compiled = config.kernels == "compiled" or config.kernels == "auto" and device.torch_device.type == "cuda"
+        compiled = config.compiles(device.torch_device.type == "cuda", can_compile())
         seed = config.train.seed
         self._engine = Engine(skeleton, job.plan, self._precision, parked, device, packs, length, seed, offload, compiled)
         if self.engine.store.pinned.refusal:
@@ -228,7 +217,8 @@ class Trainer:
 
     def _loop(self) -> str:
         """Until the last step ("finished") or a command ("stopped", "stopped without saving")."""
-        self._report_phase("compile" if self.engine.compiler.enabled else "train")  # the first use of each kernel compiles it
+        self._first_step = self.step
+        self._report_training()
         if self.step == 0:
             self._evaluate(due=bool(self.config.evaluation.every_steps))  # what training is compared with
         last = time.perf_counter()
@@ -278,8 +268,10 @@ class Trainer:
             text = "Plain operations take the place of compiled kernels, slower and with more memory (kernels: plain plans for them)"
             self.report(Notice("warning", f"{text}: {self.engine.compiler.problem}"))
 
-    def _report_phase(self, name: str) -> None:
-        self.report(Phase(name, self.step, self.job.num_steps, "steps"))
+    def _report_training(self) -> None:
+        """Training begins or goes on; in the first step of a process each kernel is compiled at its first use."""
+        compiles = self.engine.compiler.enabled and self.step == self._first_step
+        self.report(Phase("compile" if compiles else "train", self.step, self.job.num_steps, "steps"))
 
     def _is_due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
@@ -296,7 +288,7 @@ class Trainer:
         loss, tokens = self.engine.evaluate(batches)
         self._evaluated_step = self.step
         self.report(EvalDone(self.step, loss, tokens, time.perf_counter() - start))
-        self._report_phase("train")
+        self._report_training()
         return True
 
     # -- commands

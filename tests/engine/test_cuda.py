@@ -15,6 +15,7 @@ from megatrain.engine.adamw import Update
 from megatrain.engine.debug import Debug
 from megatrain.engine.device import CudaDevice, Device
 from megatrain.engine.engine import Engine
+from megatrain.errors import OutOfVramError
 from megatrain.models.skeleton import Skeleton
 from megatrain.plan import Placement, Plan, Tier
 from megatrain.precision import PRECISIONS
@@ -199,3 +200,14 @@ def test_reserved_memory_is_flat() -> None:
     engine.close()
     assert reserved[10][0] == reserved[-1][0]
     assert reserved[10][1] == reserved[-1][1]
+
+
+def test_a_limit_is_kept() -> None:
+    device = cuda()
+    device.limit_memory(torch.cuda.memory_reserved() + (256 << 20))
+    try:
+        with pytest.raises(OutOfVramError):
+            device.empty(1 << 29, torch.uint8, "more than is allowed")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        device.close()

@@ -11,14 +11,19 @@ import pytest
 
 from megatrain import platform
 from megatrain.config import RunConfig
+from megatrain.costs import GPU_CONTEXT_BYTES
 from megatrain.data.batch import PackedBatch
 from megatrain.engine import checkpoint, trainer
+from megatrain.engine import engine as engine_module
 from megatrain.engine.checkpoint import CheckpointWriter
+from megatrain.engine.device import Device
 from megatrain.engine.engine import Engine
-from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Paused, StepDone
+from megatrain.engine.events import CheckpointDone, Ended, EvalDone, Event, Notice, Paused, Phase, StepDone
 from megatrain.engine.trainer import Job, Trainer, train
 from megatrain.errors import DiskFullError, OutOfVramError, TrainingError
+from megatrain.models.compiler import Compiler
 from megatrain.plan import Placement, Plan
+from megatrain.units import GIB
 from tests.families import FAMILIES
 from tests.parity import batches
 
@@ -83,6 +88,31 @@ def test_the_held_out_loss_is_measured_before_the_first_step_and_at_the_end(job:
     events = run(job)
     assert [event.step for event in events if isinstance(event, EvalDone)] == [0, 3, 6]
     assert saved(job) == [2, 4, 6]
+
+
+def test_the_first_step_compiles_whatever_comes_before_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Compiler", lambda enabled: Compiler(enabled, backend="eager"))
+    events = run(replace(job, config=replace(job.config, kernels="compiled")))
+    told = [event.name if isinstance(event, Phase) else "step" for event in events if isinstance(event, Phase | StepDone)]
+    told = told[told.index("compile") :]
+    assert told[:5] == ["compile", "evaluate", "compile", "step", "step"]
+    assert "train" in told
+    assert "compile" not in told[5:]
+
+
+def test_a_limit_on_vram_is_the_allocators_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+
+    class Limited(Device):
+        def limit_memory(self, num_bytes: int) -> None:
+            limits.append(num_bytes)
+
+    monkeypatch.setattr(trainer, "make_device", lambda name: Limited())
+    run(job)
+    assert limits == []
+    memory = replace(job.config.memory, vram_limit_gib=6.0)
+    run(replace(job, run_folder=job.run_folder / "limited", config=replace(job.config, memory=memory)))
+    assert limits == [6 * GIB - GPU_CONTEXT_BYTES]
 
 
 def test_memory_that_plain_operations_lack_is_told_with_what_the_compiler_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
