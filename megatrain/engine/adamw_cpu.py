@@ -83,9 +83,9 @@ def _task_elements(count: int, threads: int) -> int:
 
 
 def _num_threads() -> int:
-    """Those of torch; where there are many, one core stays free for the thread that feeds the GPU."""
+    """Those of torch; where a GPU is fed and there are many, one core stays free for the thread that does it."""
     threads = torch.get_num_threads()
-    return threads - 1 if threads > 4 else threads
+    return threads - 1 if threads > 4 and torch.cuda.is_initialized() else threads
 
 
 @functools.cache

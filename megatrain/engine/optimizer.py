@@ -31,7 +31,7 @@ class Optimizer:
         self._ahead = max(1, disk_slots - 1) if store.disk is not None else len(store.blocks)
         self._cache = cache
         self._device = device
-        self._fused = compiler.compiled(update_piece, dynamic=True) if compiler.enabled else None
+        self._fused = compiler.compiled(update_piece, dynamic=True, pure=False)
         self._update: Update | None = None
         self._pending: set[int] = set()
         self._launched: set[int] = set()
@@ -168,7 +168,7 @@ def _work(
     weights: Buffer,
     states: Mapping[str, Buffer | None],
     update: Update,
-    fused: Compiled | None,
+    fused: Compiled,
     gate: threading.Event | None,
 ) -> Callable[[], None]:
     layout = block.layout

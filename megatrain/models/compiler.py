@@ -27,14 +27,18 @@ class Compiler:
         new, self._told = bool(self.problem) and not self._told, bool(self.problem)
         return new
 
-    def compiled(self, function: Callable[..., Any], dynamic: bool) -> "Compiled":
-        return Compiled(self, function, dynamic)
+    def compiled(self, function: Callable[..., Any], dynamic: bool, pure: bool = True) -> "Compiled":
+        return Compiled(self, function, dynamic, pure)
 
 
 class Compiled:
-    """A pure function, compiled at its first call. `works` is False once it has to run as it is."""
+    """A function that is compiled at its first call. `works` is False once it has to run as it is.
 
-    def __init__(self, compiler: Compiler, function: Callable[..., Any], dynamic: bool) -> None:
+    pure: it changes none of its arguments, so it may be run again whatever went wrong; another one only where compiling it failed.
+    """
+
+    def __init__(self, compiler: Compiler, function: Callable[..., Any], dynamic: bool, pure: bool) -> None:
+        self._pure = pure
         self._compiler = compiler
         self._plain = function
         self._fast = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=compiler.backend) if compiler.enabled else function
@@ -48,9 +52,18 @@ class Compiled:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler stumbles over, the function itself does the same work
+            if not self._pure and not _is_compilers(error):
+                raise
             self.works = False
             self._compiler.problem = self._compiler.problem or _short(error)
             return self._plain(*args)
+
+
+def _is_compilers(error: Exception) -> bool:
+    """Whether nothing has run yet."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _short(error: BaseException) -> str:

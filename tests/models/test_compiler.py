@@ -22,6 +22,36 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is() -> None:
     assert [compiler.take_problem(), compiler.take_problem()] == [True, False], "told once"
 
 
+def test_what_changes_its_arguments_is_not_run_again_after_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(total: torch.Tensor) -> None:
+        total.add_(1)
+
+    def breaks_off(total: torch.Tensor) -> None:
+        total.add_(1)
+        raise RuntimeError("a kernel could not be launched")
+
+    compiler = Compiler(enabled=True)
+    function = compiler.compiled(add, dynamic=False, pure=False)
+    monkeypatch.setattr(function, "_fast", breaks_off)
+    total = torch.zeros(())
+    with pytest.raises(RuntimeError, match="could not be launched"):
+        function(total)
+    assert float(total) == 1
+    assert compiler.problem == ""
+
+
+def test_what_changes_its_arguments_runs_as_it_is_where_compiling_fails() -> None:
+    def add(total: torch.Tensor) -> None:
+        print("dynamo does not know what to do with this")
+        total.add_(1)
+
+    function = Compiler(enabled=True).compiled(add, dynamic=False, pure=False)
+    total = torch.zeros(())
+    function(total)
+    assert float(total) == 1
+    assert not function.works
+
+
 def test_memory_that_is_missing_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
