@@ -2,7 +2,7 @@
 
 `python fake_worker.py RUN_FOLDER [...]` is what tests let the supervisor start. The run's name says what happens:
 "fail ..." raises, "nan" reports a loss that is no number, "silent" dies by signal 9, "children" leaves a child behind,
-"full disk" finds no space for its last checkpoint once, "slow save" never gets done with one.
+"kernels" tells where compiled ones are kept, "full disk" finds no space for its last checkpoint once, "slow save" never gets done with one.
 """
 
 import json
@@ -54,6 +54,8 @@ def train(report, poll, config, run_folder, num_steps, resume_from, loader, **_)
     step = int(resume_from.name.removeprefix("step-")) if resume_from else 0
     name = config.name
     report(Phase("load", 1, 1, "blocks"))
+    if name == "kernels":
+        report(Notice("info", os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     report(Phase("train"))
     while step < num_steps:
         command = poll()

@@ -217,6 +217,14 @@ def test_a_run_whose_disk_is_full_at_the_end_pauses_and_says_so(workspace, num_s
     assert any(notice.startswith("Disk is full; training is paused, nothing is lost. No space") for notice in notices)
 
 
+def test_compiled_kernels_are_kept_in_the_workspace_for_the_next_run(workspace, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    store = supervisor.create_run(workspace, config("kernels", 2))
+    supervisor.start_worker(store)
+    wait_until(store, RunState.FINISHED)
+    assert str(workspace.resolve() / "cache" / "kernels") in [event.data["text"] for event in store.events() if event.kind == "notice"]
+
+
 def test_a_stop_during_preparation_is_heard(workspace):
     store = supervisor.create_run(workspace, config("slow data"))
     supervisor.start_worker(store)
