@@ -159,7 +159,7 @@ def test_a_parameter_without_gradient_does_not_shift_the_others() -> None:
     unhit = [name for name, value in wanted.items() if "experts" in name and bool((value.flatten(1) == 0).all(1).any())]
     assert unhit
     for name, error in relative_errors(found, wanted).items():
-        assert error <= 1e-4, name  # one label: a router's gradient is small beside what cancels in it
+        assert error <= 3e-4, name  # one label: a router's gradient is small beside what cancels in it; a shift would be 1
         assert bool(((found[name] == 0) == (wanted[name] == 0)).all()) or name not in unhit
 
 
